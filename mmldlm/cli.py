@@ -58,6 +58,13 @@ def _plot(parser):
     return run_log.plot
 
 
+def _report(parser):
+    from mmldlm.commands import run_log
+
+    run_log.add_report_arguments(parser)
+    return run_log.report
+
+
 def _monitor(parser):
     from mmldlm.commands import run_log
 
@@ -134,6 +141,7 @@ VERBS = {
         "measure conditioning gain, retrieval and F1 on unseen text, or STS-B",
     ),
     "plot": (_plot, "draw a run's loss curve"),
+    "report": (_report, "write a page about a run: curves, events, validation, config"),
     "monitor": (_monitor, "follow a run's log and report its health"),
 }
 

@@ -73,7 +73,7 @@ BAD = [
         "inside the GPU checks",
     ),
     ("from mpi4py import MPI", "mmldlm.launch.launcher", "only inside the function"),
-    ("import wandb", "mmldlm.observe.trackers", "only inside the function"),
+    ("import wandb", "mmldlm.observe.trackers.wandb", "only inside the function"),
     ("from mmldlm.config import load", "mmldlm.utils.paths", "config comes after utils"),
     ("from mmldlm.models import mmdit", "mmldlm", "comes before all rooms"),
     (
@@ -100,7 +100,7 @@ GOOD = [
     ("import torch.distributed\nimport deepspeed", "mmldlm.engines.deepspeed"),
     ("def check():\n    import torch", "mmldlm.preflight.checks.gpu"),
     ("def load():\n    from mmldlm.models import mmdit", "mmldlm"),
-    ("def f():\n    import wandb", "mmldlm.observe.trackers"),
+    ("def f():\n    import wandb", "mmldlm.observe.trackers.wandb"),
     (
         (
             "from mmldlm.observe import console\nfrom mmldlm.models import mmdit\nfrom mmldlm"

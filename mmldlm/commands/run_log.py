@@ -1,5 +1,5 @@
-"""`mmldlm plot RUN` and `mmldlm monitor RUN`: draw a run's log, or follow it and report whether
-the run is healthy.
+"""`mmldlm plot RUN`, `mmldlm report RUN` and `mmldlm monitor RUN`: draw a run's log, write a page
+about the run, or follow it and report whether it is healthy.
 """
 
 from __future__ import annotations
@@ -35,6 +35,34 @@ def plot(args: argparse.Namespace) -> int:
     out = check_writable_file(plot_path(args.run, args.out), "--out")
     with claimed_file(out, "--out"):
         print(plot_run(args.run, args.out, args.log_scale))
+    return EXIT_DONE
+
+
+def add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `mmldlm report`."""
+    parser.add_argument("run", type=option_types.path, help=_RUN_HELP)
+    parser.add_argument(
+        "--compare", type=option_types.path, help="folder of another run, to show beside it"
+    )
+    parser.add_argument(
+        "--html",
+        type=option_types.path,
+        help="page to write (default: report.html in the run's folder)",
+    )
+
+
+def report(args: argparse.Namespace) -> int:
+    """Write the page, and print its path."""
+    from mmldlm.observe.pages.page import check_page_path, write_page
+    from mmldlm.observe.run_record import read_runs
+    from mmldlm.observe.run_report import report_page
+
+    if args.html:
+        check_page_path(args.html, "--html")
+    runs = read_runs([folder for folder in (args.run, args.compare) if folder is not None])
+    page = check_page_path(args.html or Path(args.run) / "report.html", "--html")
+    write_page(page, report_page(runs))
+    print(page)
     return EXIT_DONE
 
 

@@ -161,6 +161,8 @@ def _describe_problem(key: str, problem: Any, config_class: type[Config]) -> str
         return (
             f"; it is a section: {', '.join(f'{key}.{name}=...' for name in field.model_fields)}"
         )
+    if error_type == "list_type":
+        return f"; write it as a list: [{value}]"
     if key.startswith("training.profile"):
         return "; write the first and the last step as [100,105]"
     none_is_meant = str(value).lower() in ("none", "off", "no", "false") or value == 0
@@ -218,9 +220,8 @@ def parse_override(word: str, config_class: type[Config]) -> dict[str, Any]:
 
 def _is_string_field(key: str, config_class: type[Config]) -> bool:
     """Whether a key's value is free text (or null)."""
-    section = _field(key, config_class)
-    choices = get_args(section)
-    return section is str or (str in choices and set(choices) <= {str, type(None)})
+    annotation = _field(key, config_class)
+    return annotation is str or set(get_args(annotation)) == {str, type(None)}
 
 
 def _is_null_or_quoted(value: str) -> bool:

@@ -85,8 +85,14 @@ REMOVED = {
     "training.t2l_pure_noise": RemovedKey(0.0),
 }
 """Key of a task of ours -> what it was."""
-REMOVED_VALUES = {"loss.text_weighting": {"dynamic": "docs/results/options.md"}}
-"""Key -> removed value -> page. (`gidd` still has the value.)"""
+REMOVED_VALUES = {
+    # `gidd` still has the value.
+    "loss.text_weighting": {
+        "dynamic": "removed, with its measurements in docs/results/options.md"
+    },
+    "logging.wandb.mode": {"disabled": "logging.trackers names the trackers: leave the mode out"},
+}
+"""Key -> removed value -> what is to know of it."""
 REMOVED_WEIGHTS = ("quality_head.",)
 """Beginnings of the names of weights that no model has any more; old checkpoints may hold them."""
 
@@ -96,6 +102,7 @@ def without_unused_keys(values: dict[str, Any]) -> dict[str, Any]:
     that an earlier release saved holds them.
     """
     values = {name: dict(v) if isinstance(v, dict) else v for name, v in values.items()}
+    _name_trackers(values.get("logging"))
     task = values.get("task", DEFAULT_TASK)
     past_keys: dict[str, MovedKey | RemovedKey] = {**MOVED, **REMOVED}
     for key, past in past_keys.items():
@@ -111,6 +118,16 @@ def without_unused_keys(values: dict[str, Any]) -> dict[str, Any]:
             if is_unused:
                 del keys[name]
     return values
+
+
+def _name_trackers(logging: Any) -> None:
+    """Add `trackers` to a section from before it, whose wandb.mode said whether wandb logs."""
+    wandb = logging.get("wandb") if isinstance(logging, dict) else None
+    if isinstance(wandb, dict) and "mode" in wandb and "trackers" not in logging:
+        is_disabled = wandb["mode"] == "disabled"
+        logging["trackers"] = [] if is_disabled else ["wandb"]
+        if is_disabled:
+            logging["wandb"] = {key: value for key, value in wandb.items() if key != "mode"}
 
 
 def _task_of_moved_keys(values: dict[str, Any]) -> str | None:
@@ -180,9 +197,9 @@ def new_value(key: str, value: Any) -> str | None:
 
 
 def hint_for_removed_value(key: str, value: Any) -> str:
-    """Return where a removed value is explained, "" for any other."""
-    page = REMOVED_VALUES.get(key, {}).get(value) if isinstance(value, str) else None
-    return "" if page is None else f"; removed, with its measurements in {page}"
+    """Return what is to know of a removed value, "" for any other."""
+    hint = REMOVED_VALUES.get(key, {}).get(value) if isinstance(value, str) else None
+    return "" if hint is None else f"; {hint}"
 
 
 def is_removed_weight(name: str) -> bool:

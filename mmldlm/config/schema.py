@@ -254,10 +254,18 @@ class WandbConfig(Section):
 
     on_resume = OnResume.IGNORE
 
-    mode: Literal["disabled", "offline", "online"] = "disabled"
+    mode: Literal["online", "offline"] = "online"
     """offline writes to the run's folder and needs no network."""
     project: str = "mmldlm"
     """Project name."""
+    entity: str | None = None
+    """User or team that the project belongs to. None: the one that wandb has as default."""
+    group: str | None = None
+    """Group in which wandb shows the run."""
+    tags: list[str] = []
+    """Tags of the run."""
+    notes: str | None = None
+    """Description of the run."""
 
 
 class LoggingConfig(Section):
@@ -280,14 +288,23 @@ class LoggingConfig(Section):
     """Steps between two evaluations on validation data; one is always made at the end."""
     layer_stats_freq: int = Field(0, ge=0)
     """Log per-layer gradient, update and activation statistics every N steps (gradient_log.jsonl,
-    wandb); costs one host sync on those steps. 0: never."""
+    trackers); costs one host sync on those steps. 0: never."""
     peak_tflops: float | None = Field(None, gt=0, le=LARGEST)
     """Peak TFLOP/s of one device in training.dtype, for the fraction of it that training reaches
     (mfu). None: from a table of GPUs; without an entry there (and on CPUs) no mfu is shown."""
     plot: bool = True
     """Draw the loss curves into plots/ when the run ends (`mmldlm plot` does so at any time)."""
+    trackers: list[str] = []
+    """Services that also record the run: wandb, tensorboard, or one that an installed package has
+    as entry point of mmldlm.trackers."""
     wandb: WandbConfig = Field(default_factory=WandbConfig)
-    """Weights & Biases."""
+    """Weights & Biases, with logging.trackers=[wandb]."""
+
+    @model_validator(mode="after")
+    def _names_trackers_once(self) -> LoggingConfig:
+        if len(set(self.trackers)) < len(self.trackers):
+            raise ValueError(f"trackers: each once, found {self.trackers}")
+        return self
 
     @model_validator(mode="after")
     def _stays_in_save_dir(self) -> LoggingConfig:

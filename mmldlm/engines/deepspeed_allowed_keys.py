@@ -290,7 +290,7 @@ def check_keys(values: Mapping[str, Any], file: str | None) -> None:
                 f"the package {package}, which DeepSpeed's monitor needs",
                 f"{name}.enabled=true in {file}, and no {package} in {sys.prefix}",
                 f"pip install {package}, or delete {name} (mmldlm logs to training_log.jsonl and"
-                " logging.wandb)",
+                " logging.trackers)",
             )
     for section_name in ("offload_param", "offload_optimizer"):
         device = (values.get("zero_optimization", {}).get(section_name) or {}).get(

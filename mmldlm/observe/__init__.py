@@ -1,1 +1,1 @@
-"""Logs and statistics of a run, and their readers: console, wandb, plots, health monitor."""
+"""Logs and statistics of a run, and their readers: console, trackers, plots, health monitor."""

@@ -112,7 +112,7 @@ class LayerStats:
         return {"step": self.step, "skipped": not self.applied, **underflow, "layers": layers}
 
     def flat_record(self) -> dict[str, float]:
-        """Return the record without nesting, for wandb: "blocks.0.text/grad_norm"."""
+        """Return the record without nesting, for trackers: "blocks.0.text/grad_norm"."""
         flat = {
             f"{layer}/{key}": v
             for layer, stats in self.layers.items()

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmldlm.errors import UserError
-from mmldlm.observe.jsonl_log import is_step, iterate_records, read_records
+from mmldlm.observe.jsonl_log import is_step, iterate_records
 from mmldlm.utils.figures import new_figure, save_figure
 
 LOG_NAME = "training_log.jsonl"
@@ -53,12 +53,14 @@ _OLD_CURVES = (
 def loss_curves(run_dir: str | Path) -> list[LossCurve]:
     """Return the parts of the loss of a run, as it last started or resumed."""
     path = Path(run_dir) / EVENTS_NAME
-    records = read_records(path)[0] if path.is_file() else []
-    declared = [record["losses"] for record in records if isinstance(record.get("losses"), list)]
-    if not declared:
+    declared = None
+    for record in iterate_records(path) if path.is_file() else ():
+        if isinstance(record.get("losses"), list):
+            declared = record["losses"]
+    if declared is None:
         return list(_OLD_CURVES)
     try:
-        return [LossCurve(*map(str, entry)) for entry in declared[-1]]
+        return [LossCurve(*map(str, entry)) for entry in declared]
     except TypeError:
         # The line is damaged.
         return list(_OLD_CURVES)
@@ -140,17 +142,18 @@ class Point:
         self.skipped += other.skipped
 
 
-def load_points(run_dir: str | Path, keys: Iterable[str]) -> list[Point]:
-    """Return the steps of a run's log, sorted by step, as at most MOST_POINTS points.
+def load_points(run_dir: str | Path, keys: Iterable[str], most: int | None = None) -> list[Point]:
+    """Return the steps of a run's log, sorted by step, as at most `most` points.
 
     Args:
         run_dir: Folder of the run.
         keys: Keys of the values to keep.
+        most: Number of points. None: MOST_POINTS.
 
     Raises:
         UserError: no log, or a log without a step.
     """
-    keys, stride = list(keys), 1
+    keys, stride, most = list(keys), 1, most or MOST_POINTS
     points: list[Point] = []
     path = find_log(run_dir, LOG_NAME)
     for record in iterate_records(path):
@@ -161,7 +164,7 @@ def load_points(run_dir: str | Path, keys: Iterable[str]) -> list[Point]:
             points[-1].merge(point)
             continue
         points.append(point)
-        if len(points) > MOST_POINTS:
+        if len(points) > most:
             stride *= 2
             points = _in_pairs(points)
     if not points:
@@ -261,8 +264,8 @@ def _draw_losses(
         if window > 1:
             axis.plot(x, y, color=color, alpha=0.2, linewidth=0.6)
         if any(point.sums for point in points):
-            x, y = _means(points, key)
-        axis.plot(x, _smooth(y, window), color=color, linewidth=1.4, label=label)
+            x, y = means(points, key)
+        axis.plot(x, smooth(y, window), color=color, linewidth=1.4, label=label)
     keys = dict.fromkeys(key for record in evals for key in record)
     for curve, color in colored:
         suffix = f"_{curve.evaluation}"
@@ -319,7 +322,7 @@ def _extremes(points: Sequence[Point], key: str) -> tuple[list[int], list[float]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
-def _means(points: Sequence[Point], key: str) -> tuple[list[int], list[float]]:
+def means(points: Sequence[Point], key: str) -> tuple[list[int], list[float]]:
     """Return steps and mean values of the applied steps."""
     pairs = [
         (point.step, total / count)
@@ -341,7 +344,7 @@ def mean_window(num_steps: int) -> int:
     return max(num_steps // 50, min(10, num_steps // 4))
 
 
-def _smooth(values: Sequence[float], window: int) -> list[float]:
+def smooth(values: Sequence[float], window: int) -> list[float]:
     """Return centered means over `window` values (fewer at the ends)."""
     half = window // 2
     if half < 1:

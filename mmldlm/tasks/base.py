@@ -39,7 +39,7 @@ class Metric:
     all logs.
 
     Attributes:
-        name: Key in training_log.jsonl and wandb.
+        name: Key in training_log.jsonl and the trackers.
         numerator: Name of a sum that the objective returns.
         denominator: Name of a count of the batch, or of another sum.
         label: Word on the progress line; None: not shown there.

@@ -32,7 +32,8 @@ from mmldlm.distributed.error_reporting import log_line
 from mmldlm.errors import UserError
 from mmldlm.observe.console import Console, link_latest, train_log_path
 from mmldlm.observe.jsonl_log import JsonlLog
-from mmldlm.observe.trackers import WandbError, WandbRun, open_wandb
+from mmldlm.observe.trackers.base import TrackedRun
+from mmldlm.observe.trackers.registry import Trackers
 from mmldlm.tasks.base import Metric, Task
 from mmldlm.training.state import TrainingState
 from mmldlm.utils.atomic_files import write_text
@@ -361,7 +362,7 @@ class RunFolder:
         self.screen: Console | None = None
         self._logs: dict[str, JsonlLog] = {}
         self._failing: set[str] = set()  # logs whose last record could not be written
-        self._wandb: WandbRun | None = None
+        self._trackers: Trackers | None = None
 
     @property
     def is_open(self) -> bool:
@@ -392,7 +393,7 @@ class RunFolder:
 
         Raises:
             OSError: a log cannot be opened.
-            MmldlmError: wandb cannot be opened.
+            MmldlmError: a tracker cannot be opened.
         """
         step, path = self.state.step, self.path
         write_text(path / CONFIG, to_yaml(with_absolute_paths(config)))
@@ -403,15 +404,8 @@ class RunFolder:
             LAYERS: JsonlLog(path / LAYERS, step),
             EVENTS: JsonlLog(path / EVENTS),
         }
-        settings = config.logging.wandb
-        self._wandb = open_wandb(
-            settings.mode,
-            settings.project,
-            config.logging.run_name,
-            path,
-            config.model_dump(),
-            is_resumed,
-        )
+        tracked = TrackedRun(path, step, is_resumed, config)
+        self._trackers = Trackers(config.logging.trackers, tracked, self._report_tracker_error)
         self._logs = logs
 
     # -- the screen
@@ -481,38 +475,27 @@ class RunFolder:
         self.message(f"note     {text}")
         self.event("note", text=text)
 
-    def to_wandb(self, record: dict, prefix: str = "") -> None:
-        """Log to wandb; its first error of any kind ends logging there, not the run."""
-        if self._wandb is None:
-            return
-        try:
-            self._wandb.log(record, prefix)
-        except Exception as error:
-            self._wandb = None
-            self._report_wandb_error(error)
+    def track(self, record: Mapping[str, Any], prefix: str = "") -> None:
+        """Log the numbers of a record to the trackers, `prefix` before their names."""
+        if self._trackers is not None:
+            self._trackers.log(record, prefix)
 
-    def finish_wandb(self, exit_code: int, stop: Callable[[], bool]) -> None:
-        """Upload what is left, which may take long.
+    def finish_trackers(self, exit_code: int, stop: Callable[[], bool]) -> None:
+        """Upload what is left, which may take long, and print where the records are.
 
         Args:
             stop: Whether the process was asked to end; then it takes a few seconds only.
         """
-        tracker, self._wandb = self._wandb, None
-        if tracker is None:
-            return
-        try:
-            tracker.finish(exit_code, stop)
-        except Exception as error:
-            self._report_wandb_error(error)
+        if self._trackers is not None:
+            for place in self._trackers.finish(exit_code, stop):
+                self.message(f"tracker  {place}")
 
-    def _report_wandb_error(self, error: Exception) -> None:
-        reason = (
-            str(error) if isinstance(error, WandbError) else f"{type(error).__name__}: {error}"
+    def _report_tracker_error(self, name: str, reason: str) -> None:
+        step = self.state.step
+        self.write(
+            EVENTS, {"event": "tracker_failed", "step": step, "tracker": name, "reason": reason}
         )
-        self.write(EVENTS, {"event": "wandb_failed", "step": self.state.step, "reason": reason})
-        self.warning(
-            f"step {self.state.step}: logging to wandb ended ({reason}); the run continues"
-        )
+        self.warning(f"step {step}: logging to {name} ended ({reason}); the run continues")
 
     # -- the lock and the end
     # ---------------------------------------------------------------------------------------------

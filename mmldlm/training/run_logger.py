@@ -90,7 +90,7 @@ class RunLogger:
             init_report: Report of training.init_from.
 
         Raises:
-            MmldlmError: on every rank, when rank 0 could not open the logs or wandb.
+            MmldlmError: on every rank, when rank 0 could not open the logs or a tracker.
         """
 
         def open_and_print() -> None:
@@ -187,7 +187,7 @@ class RunLogger:
         self.folder.renew_lock()
         self.folder.write(STEPS, record)
         self.folder.show_step(record)
-        self.folder.to_wandb(record)
+        self.folder.track(record)
         if decision.apply and decision.reason:
             figures = {"grad_norm": str(shared.grad_norm), "loss": str(report.loss)}
             self.folder.event("spike", step=self.state.step, reason=decision.reason, **figures)
@@ -257,7 +257,7 @@ class RunLogger:
         if not self.folder.is_open:
             return
         self.folder.write(LAYERS, stats.record())
-        self.folder.to_wandb(stats.flat_record(), prefix="layers/")
+        self.folder.track(stats.flat_record(), prefix="layers/")
         if stats.dead:
             self.folder.event("dead_parameters", step=stats.step, names=stats.dead)
             names = join_some(stats.dead)
@@ -314,7 +314,7 @@ class RunLogger:
         if not self.folder.is_open:
             return
         self.folder.write(EVALUATIONS, {"step": self.state.step, **values})
-        self.folder.to_wandb({"step": self.state.step, **values}, prefix="eval/")
+        self.folder.track({"step": self.state.step, **values}, prefix="eval/")
         figures = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
         self.folder.message(f"eval     step {self.state.step}: {figures}")
 
@@ -340,6 +340,8 @@ class RunLogger:
             exit_code, message = error.exit_code, str(error)
         if not isinstance(error, Interrupted):
             self.folder.error(message, on_screen=False)  # main() prints it
+        # Other ranks may wait for this one.
+        self.folder.finish_trackers(exit_code, stop=lambda: True)
         self._end(exit_code, message)
 
     def close(
@@ -365,7 +367,7 @@ class RunLogger:
                 self.folder.warning(f"no plot: {error}")
             except Exception as error:
                 self.folder.warning(f"no plot: {first_line(error)}")
-        self.folder.finish_wandb(exit_code, stop)
+        self.folder.finish_trackers(exit_code, stop)
         if exit_code == EXIT_DONE:
             self.folder.end_live()
             path, num_steps = self.folder.path, count_noun(self.state.step, "step")

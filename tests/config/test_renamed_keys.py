@@ -86,7 +86,29 @@ def test_a_removed_key_names_its_page_and_its_default_loads(key):
 
 
 @pytest.mark.parametrize("key", REMOVED_VALUES)
-def test_a_removed_value_names_its_page(key):
-    for value, page in REMOVED_VALUES[key].items():
-        with pytest.raises(UserError, match=page):
-            load_config("tiny", None, [f"{key}={value}"])
+def test_a_removed_value_is_explained(key):
+    for value, hint in REMOVED_VALUES[key].items():
+        with pytest.raises(UserError, match=hint):
+            load_config("tiny", None, ["logging.trackers=[wandb]", f"{key}={value}"])
+
+
+@pytest.mark.parametrize(
+    ("mode", "trackers", "today"),
+    [("disabled", [], "online"), ("offline", ["wandb"], "offline")],
+)
+def test_a_wandb_mode_from_before_trackers_means_what_it_did(mode, trackers, today, tmp_path):
+    """In an old command line and in a config that an earlier release saved."""
+    saved = tmp_path / "config.yaml"
+    saved.write_text(f"logging:\n  wandb:\n    mode: {mode}\n    project: theirs\n")
+    for path, words in ((str(saved), []), (None, [f"logging.wandb.mode={mode}"])):
+        logging = load_config("tiny", path, words).logging
+        assert (logging.trackers, logging.wandb.mode) == (trackers, today)
+    words = ["logging.trackers=[tensorboard]", "logging.wandb.mode=offline"]
+    assert load_config("tiny", None, words).logging.trackers == ["tensorboard"]
+
+
+def test_trackers_are_a_list_of_different_names():
+    with pytest.raises(UserError, match=r"as a list: \[wandb\]"):
+        load_config("tiny", None, ["logging.trackers=wandb"])
+    with pytest.raises(UserError, match="each once"):
+        load_config("tiny", None, ["logging.trackers=[wandb,wandb]"])

@@ -106,8 +106,8 @@ def test_without_a_reader_and_without_wandb_a_run_continues(store, tmp_path, mon
     """`mmldlm train | head -3`, and wandb's process killed: each is said once; the exit code is
     that of a good run.
     """
+    from mmldlm.observe.trackers import registry
     from mmldlm.train import main
-    from mmldlm.training import run_folder
 
     words = [
         "engine.kind=single",
@@ -115,10 +115,10 @@ def test_without_a_reader_and_without_wandb_a_run_continues(store, tmp_path, mon
         "logging.log_freq=1",
         "logging.plot=false",
     ]
-    words = train_words(store, tmp_path, "piped", *words)
+    piped = train_words(store, tmp_path, "piped", *words)
     reader, writer = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, SCRIPT, *words],
+        [sys.executable, SCRIPT, *piped],
         env=environment(),
         stdout=writer,
         stderr=subprocess.PIPE,
@@ -138,9 +138,9 @@ def test_without_a_reader_and_without_wandb_a_run_continues(store, tmp_path, mon
 
         finish = log
 
-    monkeypatch.setattr(run_folder, "open_wandb", lambda *_: Gone())
-    words = ["engine.kind=single", "training.num_train_steps=4", "logging.plot=false"]
+    monkeypatch.setitem(registry.TRACKERS, "wandb", lambda run: Gone())
+    words = [*words, "logging.trackers=[wandb]"]
     assert main(train_words(store, tmp_path, "alone", *words)) == 0
     assert capfd.readouterr().out.count("logging to wandb ended (ConnectionResetError") == 1
     events = read_log(tmp_path, "alone", "events.jsonl")
-    assert [event["step"] for event in events if event["event"] == "wandb_failed"] == [1]
+    assert [e["tracker"] for e in events if e["event"] == "tracker_failed"] == ["wandb"]

@@ -141,6 +141,7 @@ def test_from_training_to_text_again(store, tmp_path):
     run = tmp_path / "run"
     assert (run / "plots" / "loss.png").stat().st_size > 10_000
     assert any((run / "wandb").glob("offline-run-*"))
+    assert f"wandb sync {run / 'wandb'}" in done.stdout
     assert len(list((run / "checkpoints").glob("step_*"))) == 1
     out = tmp_path / "model"
     assert main(["convert", str(run / "latest"), str(out)]) == 0

@@ -8,7 +8,7 @@ from mmldlm.commands.run_log import plot as main
 from mmldlm.errors import UserError
 from mmldlm.observe import plots
 from mmldlm.observe.jsonl_log import JsonlLog
-from mmldlm.observe.plots import _smooth, load_points, load_steps, mean_window, plot_run
+from mmldlm.observe.plots import load_points, load_steps, mean_window, plot_run, smooth
 
 
 def run_folder(tmp_path, steps=60, evals=True):
@@ -56,11 +56,11 @@ def test_no_log_or_no_step_is_a_users_error(tmp_path):
 
 
 def test_smoothing_keeps_constants_lines_and_length():
-    assert _smooth([2.0] * 50, 10) == pytest.approx([2.0] * 50)
+    assert smooth([2.0] * 50, 10) == pytest.approx([2.0] * 50)
     line = [float(i) for i in range(50)]
-    smooth = _smooth(line, 10)
-    assert len(smooth) == 50 and smooth[10:40] == pytest.approx(line[10:40])
-    assert _smooth(line, 0) == line
+    smoothed = smooth(line, 10)
+    assert len(smoothed) == 50 and smoothed[10:40] == pytest.approx(line[10:40])
+    assert smooth(line, 0) == line
 
 
 def test_command_prints_the_path(tmp_path, capsys):

@@ -26,13 +26,22 @@ class Interval(NamedTuple):
 class Line(NamedTuple):
     """Points (x, y, half of the interval of y) to be joined by a line;
 
-    `series` chooses the color.
+    `series` chooses the color; a line of many points has no dots.
     """
 
     label: str
     points: Sequence[tuple[float, float, float]]
     series: int = 0
     is_dashed: bool = False
+    has_dots: bool = True
+
+
+class Mark(NamedTuple):
+    """Values of x at which something happened, to be marked on the axis."""
+
+    label: str
+    places: Sequence[float]
+    series: int
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -84,12 +93,18 @@ def interval_plot(intervals: Sequence[Interval], unit: str, caption: str) -> Ele
 
 
 def line_plot(
-    lines: Sequence[Line], x_label: str, y_label: str, caption: str, log_x: bool = False
+    lines: Sequence[Line],
+    x_label: str,
+    y_label: str,
+    caption: str,
+    log_x: bool = False,
+    marks: Sequence[Mark] = (),
 ) -> Element:
     """Return a figure of lines with their intervals over common axes, and a legend below.
 
     Args:
         log_x: Whether the x axis is logarithmic, of base 2; every x is then above 0.
+        marks: What is marked on the x axis, within the range of the lines.
     """
     points = [point for line in lines for point in line.points]
     across = [math.log2(x) if log_x else x for x, _, _ in points]
@@ -130,7 +145,10 @@ def line_plot(
     )
     for row, line in enumerate(lines):
         parts.append(_line(line, at, bottom + 22 + 20 * row))
-    return _figure(parts, bottom + 20 * len(lines) + 12, caption)
+    for row, marked in enumerate(marks, len(lines)):
+        places = [at(x, y_marks[0]) for x in marked.places]
+        parts.append(_mark(marked, places, bottom + 22 + 20 * row))
+    return _figure(parts, bottom + 20 * (len(lines) + len(marks)) + 12, caption)
 
 
 def _line(line: Line, at: Callable[[float, float], tuple[float, float]], legend: float) -> Element:
@@ -139,7 +157,7 @@ def _line(line: Line, at: Callable[[float, float], tuple[float, float]], legend:
     places = [at(x, y) for x, y, _ in line.points]
     joined = " ".join(f"{x:g},{y:g}" for x, y in places)
     parts = [element("polyline", points=joined, class_="line", **dashes)]
-    for (x, y, half), (across, down) in zip(line.points, places):
+    for (x, y, half), (across, down) in zip(line.points, places) if line.has_dots else ():
         title = element(
             "title", f"{line.label}: {y:.4g} \N{PLUS-MINUS SIGN} {half:.2g} at {x:.4g}"
         )
@@ -153,6 +171,17 @@ def _line(line: Line, at: Callable[[float, float], tuple[float, float]], legend:
     )
     parts.append(element("text", line.label, x=32, y=legend))
     return element("g", *parts, class_=f"series-{line.series}")
+
+
+def _mark(mark: Mark, places: Sequence[tuple[float, float]], legend: float) -> Element:
+    """Return short lines at places of the x axis, and their entry in the legend."""
+    parts = [
+        element("line", x1=x, x2=x, y1=y - 10, y2=y, class_="line")
+        for x, y in dict.fromkeys(places)
+    ]
+    parts.append(element("line", x1=12, x2=12, y1=legend - 10, y2=legend, class_="line"))
+    parts.append(element("text", mark.label, x=32, y=legend))
+    return element("g", *parts, class_=f"series-{mark.series}")
 
 
 def _figure(parts: Sequence[Element], height: float, caption: str) -> Element:

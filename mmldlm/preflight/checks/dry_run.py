@@ -47,7 +47,7 @@ def dry_run_arguments(context: Context, name: str, more: list[str]) -> list[str]
     """
     overrides = [
         f"logging.run_name={name}",
-        "logging.wandb.mode=disabled",
+        "logging.trackers=[]",
         "logging.log_freq=1",
         f"logging.eval_freq={1 << 30}",
     ]

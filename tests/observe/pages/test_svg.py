@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from mmldlm.observe.pages.svg import Interval, Line, interval_plot, line_plot, ticks
+from mmldlm.observe.pages.svg import Interval, Line, Mark, interval_plot, line_plot, ticks
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,18 @@ def test_lines_go_through_their_points(log_x):
     ]
     assert [node.text for node in figure.iter("text")][-2:] == ["a", "b"]
     assert xs["4"] - xs["2"] == pytest.approx((1 if log_x else 2) * (xs["2"] - xs["1"]), abs=0.2)
+
+
+def test_marks_stand_on_the_axis_and_long_lines_have_no_dots():
+    line = Line("loss", [(float(x), 2.0 * x, 0.0) for x in range(11)], has_dots=False)
+    figure = line_plot([line], "step", "loss", "caption", marks=[Mark("skipped", [5.0, 5.0], 1)])
+    assert not list(figure.iter("circle"))
+    numbers = {node.text: float(node.get("x")) for node in figure.iter("text")}
+    (group,) = (node for node in figure.iter("g") if node.get("class") == "series-1")
+    mark, legend = group.findall("line")
+    x = float(mark.get("x1"))
+    assert numbers["4"] < x < numbers["6"] and legend.get("x1") == "12"
+    bottom = max(
+        float(node.get("y2")) for node in figure.iter("line") if node.get("class") == "grid"
+    )
+    assert float(mark.get("y2")) == bottom

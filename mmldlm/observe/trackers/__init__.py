@@ -1,0 +1,1 @@
+"""Services that record runs: Weights & Biases, TensorBoard, and others by entry point."""

@@ -1,0 +1,61 @@
+"""A run in TensorBoard's event files, by the package tensorboard or tensorboardX."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from mmldlm.errors import UserError
+from mmldlm.observe.trackers.base import TrackedRun
+
+FOLDER = "tensorboard"
+
+
+class TensorBoardTracker:
+    """Event files in the run's folder `tensorboard`.
+
+    A resumed run adds a file, which tells TensorBoard to drop what is repeated.
+    """
+
+    def __init__(self, run: TrackedRun):
+        self._folder = run.folder / FOLDER
+        # tensorboardX names files by the second: a run resumed within it must not replace one.
+        self._writer = _import_writer()(
+            str(self._folder), purge_step=run.step + 1, filename_suffix=f".{run.step}"
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        # Four spaces make it a literal block of Markdown, as which TensorBoard shows a text.
+        literal = "\n".join(f"    {line}" for line in text.splitlines())
+        self._writer.add_text(name, literal, step)
+
+    def image(self, step: int, name: str, array: np.ndarray) -> None:
+        self._writer.add_image(name, array, step, dataformats="HWC")
+
+    def finish(self, exit_code: int) -> str | None:
+        self._writer.close()
+        return f"{self._folder}; `tensorboard --logdir {self._folder.parent.parent}` shows it"
+
+
+def _import_writer() -> Any:
+    """Return the class SummaryWriter of torch, which needs tensorboard, or of tensorboardX.
+
+    Raises:
+        UserError: neither is installed.
+    """
+    for package in ("torch.utils.tensorboard", "tensorboardX"):
+        with contextlib.suppress(ImportError):
+            return importlib.import_module(package).SummaryWriter
+    raise UserError(
+        "the package tensorboard or tensorboardX for logging.trackers=[tensorboard]",
+        "neither can be imported",
+        "pip install tensorboard, or take tensorboard out of logging.trackers",
+    )
