@@ -325,7 +325,9 @@ def results_of(out: Path) -> dict[str, Result]:
 def write_reports(machine: Machine, results: dict[str, Result]) -> None:
     """Write all that is known into one JSON and one page."""
     left = [name for name in PARTS if name not in results]
-    conditions = _report.conditions(device=machine.device, ranks=machine.ranks, parts_left=left)
+    conditions = _report.conditions(
+        device=machine.device, ranks=machine.ranks, parts_left=", ".join(left) or "none"
+    )
     parts = {name: vars(result) for name, result in results.items()}
     write_json(
         machine.out / "gpu_check.json", {"conditions": conditions, "parts": parts}, indent=2
@@ -341,7 +343,8 @@ def part_section(name: str, result: Result):
     said = f"{result.verdict} in {result.seconds:.0f} s"
     if result.error:
         return section(name, element("p", said), element("pre", result.error))
-    keys = list(dict.fromkeys(key for row in result.rows for key in row))
+    measured = (key for row in result.rows for key, value in row.items() if value is not None)
+    keys = list(dict.fromkeys(measured))
     rows = [[cell(row.get(key)) for key in keys] for row in result.rows]
     columns = [Column(key.replace("_", " "), index > 0) for index, key in enumerate(keys)]
     return section(name, table(said, columns, rows))

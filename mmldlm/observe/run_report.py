@@ -153,10 +153,13 @@ def _validation(runs: Sequence[RunRecord]) -> Element:
     figures = [
         _figure(runs, [_values(run, name) for run in runs], name, has_dots=True) for name in names
     ]
-    columns = ("first", "lowest", "highest", "last")
     heading = [Column("figure", False)]
-    heading += [Column(f"{column}, {run.name}") for run in runs for column in columns]
-    rows = [[name, *(cell for run in runs for cell in _extent(run, name))] for name in names]
+    heading += [Column(column) for column in ("first", "lowest", "highest", "last")]
+    rows = [
+        [name if len(runs) == 1 else f"{name}, {run.name}", *_extent(run, name)]
+        for name in names
+        for run in runs
+    ]
     caption = "Each value with its step."
     plots = element("div", *filter(None, figures), class_="plots")
     return section("Validation", table(caption, heading, rows), plots)

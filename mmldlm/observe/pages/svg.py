@@ -103,6 +103,7 @@ def line_plot(
     """Return a figure of lines with their intervals over common axes, and a legend below.
 
     Args:
+        caption: Sentence below the figure, unless it only repeats y_label, which stands above.
         log_x: Whether the x axis is logarithmic, of base 2; every x is then above 0.
         marks: What is marked on the x axis, within the range of the lines.
     """
@@ -114,7 +115,9 @@ def line_plot(
         else ticks(min(across), max(across))
     )
     y_marks = ticks(min(y - half for _, y, half in points), max(y + half for _, y, half in points))
-    left, top, width, height = 46, 24, _WIDTH - 46 - _RIGHT, 200
+    # Room for the longest value, at 7 units a character.
+    left = max(46, 12 + 7 * max(len(f"{mark:g}") for mark in y_marks))
+    top, width, height = 24, _WIDTH - left - _RIGHT, 200
 
     def at(x: float, y: float) -> tuple[float, float]:
         x = math.log2(x) if log_x else x
@@ -148,7 +151,8 @@ def line_plot(
     for row, marked in enumerate(marks, len(lines)):
         places = [at(x, y_marks[0]) for x in marked.places]
         parts.append(_mark(marked, places, bottom + 22 + 20 * row))
-    return _figure(parts, bottom + 20 * (len(lines) + len(marks)) + 12, caption)
+    height = bottom + 20 * (len(lines) + len(marks)) + 12
+    return _figure(parts, height, caption, shows_caption=caption != y_label)
 
 
 def _line(line: Line, at: Callable[[float, float], tuple[float, float]], legend: float) -> Element:
@@ -184,8 +188,11 @@ def _mark(mark: Mark, places: Sequence[tuple[float, float]], legend: float) -> E
     return element("g", *parts, class_=f"series-{mark.series}")
 
 
-def _figure(parts: Sequence[Element], height: float, caption: str) -> Element:
+def _figure(
+    parts: Sequence[Element], height: float, caption: str, shows_caption: bool = True
+) -> Element:
     drawing = element(
         "svg", *parts, viewBox=f"0 0 {_WIDTH} {height:g}", role="img", aria_label=caption
     )
-    return element("figure", drawing, element("figcaption", caption), class_="card")
+    below = [element("figcaption", caption)] if shows_caption else []
+    return element("figure", drawing, *below, class_="card")
