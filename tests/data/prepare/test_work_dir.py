@@ -7,7 +7,7 @@ import pytest
 from mmldlm.data.prepare import pipeline
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.task_queue import TaskQueue
-from mmldlm.data.prepare.work_dir import WorkDir
+from mmldlm.data.prepare.work_dir import WorkDir, check_output_free
 from mmldlm.errors import UserError
 
 
@@ -37,3 +37,12 @@ def test_differences_are_reported_with_both_values(tmp_path):
     ):
         assert part in error.value.found, error.value.found
     assert "seed" not in error.value.found
+
+
+def test_a_store_with_other_files_in_its_folder_is_not_deleted(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "manifest.json").write_text('{"files": {"train/text.npy": {}}}')
+    check_output_free(tmp_path, force=True)
+    (tmp_path / "texts.txt").write_text("the corpus itself")
+    with pytest.raises(UserError, match="found: +texts.txt"):
+        check_output_free(tmp_path, force=True)
