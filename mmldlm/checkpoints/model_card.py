@@ -187,8 +187,8 @@ def _limits(config: Mapping[str, Any]) -> str:
         )
     if _is_sampled(config) and not _is_of_images(config):
         limits.append(
-            "Embeddings must come from the encoder above, unscaled. A text that is written from an"
-            " embedding is a guess: it may say what the embedded text did not."
+            "Embeddings must come from the encoder of the training data, unscaled. A text that is"
+            " written from an embedding is a guess: it may say what the embedded text did not."
         )
     limits.append("The license of the training data is not recorded: name it before you publish.")
     return "\n".join(f"- {limit}" for limit in limits)
@@ -231,9 +231,11 @@ def _is_sampled(config: Mapping[str, Any]) -> bool:
 
 
 def _words(value: Any) -> str:
-    """Return a recorded value as one line of words, without marks of Markdown or HTML."""
+    """Return a recorded value as one line of words, without marks of Markdown, HTML or the
+    direction of writing.
+    """
     text = " ".join(printable(str(value)).split())
-    return "".join(c for c in text if c not in "`|<>[]*")[:_MAX_WORD]
+    return "".join(c for c in text if c.isprintable() and c not in "`|<>[]*")[:_MAX_WORD]
 
 
 def _code(value: Any) -> str:

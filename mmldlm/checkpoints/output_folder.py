@@ -33,7 +33,7 @@ from mmldlm.checkpoints.manifest import (
 from mmldlm.data import CODEC_FILES
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.atomic_files import fsync_path
-from mmldlm.utils.formatting import describe_os_error, explain_os_error
+from mmldlm.utils.formatting import describe_os_error, explain_os_error, format_bytes
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.paths import lock_file
@@ -126,8 +126,8 @@ def check_space(parent: Path, needed: int) -> None:
     free = shutil.disk_usage(parent).free
     if needed > free:
         raise UserError(
-            f"{needed / 2**20:.0f} MiB of free space on the disk of {parent}",
-            f"{free / 2**20:.0f} MiB",
+            f"{format_bytes(needed)} of free space on the disk of {parent}",
+            format_bytes(free),
             "free some space, give a folder on another disk, or use --dtype bf16",
         )
 

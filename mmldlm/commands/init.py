@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 from pathlib import Path
 
 import mmldlm
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.utils import option_types
+from mmldlm.utils.atomic_files import naming_errors
 from mmldlm.utils.formatting import closing_lines, join_some, print_table
 from mmldlm.utils.paths import check_writable_dir
 
@@ -28,6 +30,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _lay_out(out: Path) -> None:
+    """Copy the files into a folder, which a full disk leaves as it was."""
+    partial = out / f".partial-{os.getpid()}"
+    try:
+        for name in FOLDERS:
+            (partial / name).mkdir(parents=True)
+            for path in (FILES / name).iterdir():
+                if path.is_file():
+                    _copy(path, partial / name / path.name)
+        for name in FOLDERS:
+            (partial / name).rename(out / name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _copy(source: Path, target: Path) -> None:
+    # shutil.copy would name the source's disk as the one that is full.
+    with naming_errors(target):
+        target.write_bytes(source.read_bytes())
+        shutil.copymode(source, target)
+
+
 def main(args: argparse.Namespace) -> int:
     """Run `mmldlm init`; return the exit code.
 
@@ -41,8 +65,7 @@ def main(args: argparse.Namespace) -> int:
             f"{join_some(existing)} in {out}",
             "name another folder; what you have edited is never replaced",
         )
-    for name in FOLDERS:
-        shutil.copytree(FILES / name, out / name, ignore=shutil.ignore_patterns("__pycache__"))
+    _lay_out(out)
     print_table([(f"{name}/", text) for name, text in FOLDERS.items()])
     next_words = ["bash", f"{out}/launchers/single_node.sh", "data.latent_data_root=STORE"]
     print("\n".join(closing_lines(f"{len(FOLDERS)} folders in {out}", *next_words)))

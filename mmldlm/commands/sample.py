@@ -33,7 +33,7 @@ from mmldlm.sampling.settings import REMOVED_OPTIONS, RESULTS_PAGE
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import write_json, write_text
-from mmldlm.utils.formatting import count_noun
+from mmldlm.utils.formatting import count_noun, join_some
 from mmldlm.utils.json_files import to_json
 from mmldlm.utils.paths import (
     check_writable_dir,
@@ -46,6 +46,7 @@ from mmldlm.utils.screen import open_console
 from mmldlm.utils.settings import given_options
 
 OUTPUTS = ("samples.jsonl", "latents.npy", "settings.json", "sheet.png")
+OWNED = (*OUTPUTS, EACH_PICTURE)
 CHECKPOINT_HELP = (
     "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`"
 )
@@ -113,14 +114,31 @@ def output_folder(path: str, overwrite: bool) -> Path:
     if os.path.islink(path) and not target.exists() and target.parent.is_dir():
         path = str(target)  # a link to a folder that is made now
     out = check_writable_dir(path, "--output-dir")
-    existing = [name for name in OUTPUTS if (out / name).exists()]
+    existing = _owned_files(out)
     if existing and not overwrite:
         raise UserError(
             f"--output-dir {out} without samples of an earlier call",
-            ", ".join(existing),
+            join_some((str(path.relative_to(out)) for path in existing), 5),
             "choose another --output-dir, or add --overwrite to replace them",
         )
     return out
+
+
+def _owned_files(out: Path) -> list[Path]:
+    """Return the files in a folder that a call replaces or deletes."""
+    return [path for pattern in OWNED for path in sorted(out.glob(pattern))]
+
+
+def _check_inputs(args: argparse.Namespace, out: Path) -> None:
+    """Raise a UserError for an input that --overwrite would replace or delete."""
+    owned = {path.resolve() for path in _owned_files(out)}
+    inputs = [args.latent_file, args.text_file, *(args.image or ())]
+    if inside := [path for path in inputs if path and Path(path).resolve() in owned]:
+        raise UserError(
+            f"inputs beside the files in {out} that --overwrite replaces",
+            join_some(inside, 5),
+            "choose another --output-dir",
+        )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -129,6 +147,7 @@ def main(args: argparse.Namespace) -> int:
     SampleOptions.resolve(args.kind, given, args.seed)
     device = usable_device(args.device)
     out = output_folder(args.output_dir, args.overwrite)
+    _check_inputs(args, out)
     _check_trace(args)
     with (
         claimed_folder(out, "--output-dir"),
@@ -158,13 +177,13 @@ def _sample(args: argparse.Namespace, given: dict[str, Any], device: str, out: P
     settings |= {**samples.extra, "device": device}
     if samples.num_missing:
         settings["num_missing"] = samples.num_missing
-    with replaced_files(out, (*OUTPUTS, EACH_PICTURE), args.overwrite) as folder:
+    with replaced_files(out, OWNED, args.overwrite) as folder:
         file_names = _write_files(samples, settings, folder, keeps_each=kind != "i2t")
     records = samples.records
-    if samples.num_missing:
+    if samples.is_interrupted:
+        missing = f", {samples.num_missing:,} are missing" if samples.num_missing else ""
         raise KeyboardInterrupt(
-            f"{count_noun(len(records), 'finished sample')} kept in {out}, {samples.num_missing:,}"
-            " are missing"
+            f"{count_noun(len(records), 'finished sample')} kept in {out}{missing}"
         )
     if trace is not None:
         title = f"{kind}: {KINDS[kind]}"

@@ -103,11 +103,18 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     chosen = _choose(texts, options, counts)
     for split, rows in chosen.items():
         if len(rows) < 2:
+            fix = "check what was dropped"
+            if options.validation_samples is not None:
+                fix += f", and --validation-samples {options.validation_samples}"
+            if options.latents is None:
+                fix += (
+                    "; texts and latents in one file each are packed with mmldlm pack TEXTS"
+                    " --latents FILE"
+                )
             raise UserError(
                 f"at least 2 usable samples for the {split} split in {source}",
                 f"{len(rows)} ({describe_counts(counts)})",
-                "check what was dropped; texts and latents in one file each are packed with"
-                " mmldlm pack TEXTS --latents FILE",
+                fix,
             )
     partial = root.with_name(f"{root.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)

@@ -58,6 +58,8 @@ class Samples:
             store.
         extra: Further entries of settings.json.
         num_missing: Samples that an interrupt left out (`keep`).
+        is_interrupted: Whether an interrupt ended the call; then samples, or what was to be
+            measured of them, may be missing.
     """
 
     records: list[dict[str, Any]]
@@ -66,12 +68,13 @@ class Samples:
     images: np.ndarray | None = None
     real_images: np.ndarray | None = None
     num_missing: int = 0
+    is_interrupted: bool = False
 
     def keep(self, finished: list[int] | None) -> Samples:
         """Leave out the samples that an interrupt left unfinished; None: all are finished."""
         if finished is None:
             return self
-        self.num_missing = len(self.records) - len(finished)
+        self.is_interrupted, self.num_missing = True, len(self.records) - len(finished)
         self.records = [self.records[row] for row in finished]
         if self.latents is not None:  # a latent for each sample
             self.latents = self.latents[finished]
@@ -84,8 +87,8 @@ class Samples:
         return self
 
     def complete(self) -> Samples:
-        """Return the samples; raise the interrupt that left some of them out."""
-        if self.num_missing:
+        """Return the samples; raise the interrupt that ended the call."""
+        if self.is_interrupted:
             raise KeyboardInterrupt
         return self
 
@@ -237,11 +240,15 @@ def read_l2t_input(
 def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: ProgressBar) -> Samples:
     """Sample latents from texts; compare them with the encoder's if the encoder is available."""
     samples = sample_text_latents(pretrained, options, progress)
-    if samples.num_missing:
+    if samples.is_interrupted:
         return samples
     assert samples.latents is not None
     texts = [record["text"] for record in samples.records]
-    cosines = _encoder_cosines(pretrained, texts, samples.latents, progress)
+    try:
+        cosines = _encoder_cosines(pretrained, texts, samples.latents, progress)
+    except KeyboardInterrupt:  # the samples are finished
+        samples.is_interrupted = True
+        return samples
     if cosines is None:
         return samples
     for record, cosine in zip(samples.records, cosines):

@@ -277,8 +277,7 @@ def use_image_size(
     config.
 
     Args:
-        size: Side in pixels; None: that of the store `data`, or the one in use (of a loaded model
-            the largest).
+        size: Side in pixels; None: that of the store `data`, or the largest.
 
     Raises:
         UserError: another size than those of its training.
@@ -287,13 +286,16 @@ def use_image_size(
     if size is None and data is not None and len(sizes) > 1:
         size, where = (read_manifest(data).get("image") or {}).get("size"), f"images of {data}:"
     if size is None:
-        return
+        if not sizes:
+            return
+        # An earlier call may have left another one in use.
+        size = sizes[-1]
     if size not in sizes:
         known = ", ".join(map(str, sizes)) or "none: it is a model of texts"
         fix = "choose one of them" if sizes else "leave --image-size out"
         raise UserError(f"a size that the model was trained on ({known})", f"{where} {size}", fix)
-    if len(sizes) > 1:
-        assert pretrained.image is not None
+    assert pretrained.image is not None
+    if size != pretrained.image["size"]:
         codec, model = ImageCodec.open(pretrained.image).of_size(size), pretrained.model
         pretrained.image = codec.identity
         # No weight depends on them: positions are fixed (model.latent_grids). Unchecked, as they

@@ -218,7 +218,7 @@ def given_texts(texts: list[str] | None, text_file: str | None) -> list[str]:
     blank lines ignored).
 
     Raises:
-        UserError: a missing file, not UTF-8, no text, a blank or a too long one.
+        UserError: a missing file, not UTF-8, no text, no string, a blank or a too long one.
     """
     if text_file:
         counts: Counter = Counter()
@@ -238,6 +238,9 @@ def given_texts(texts: list[str] | None, text_file: str | None) -> list[str]:
                 description,
                 "split them into sentences",
             )
+    if texts and (others := [text for text in texts if not isinstance(text, str)]):
+        found = f"{repr(others[0])[:200]}, of type {type(others[0]).__name__}"
+        raise UserError("texts as strings", found, "give a list of strings")
     if not texts or any(not text.strip() for text in texts):
         raise UserError(
             "texts that are not empty", f"{texts!r}", "name at least one text, none of them blank"

@@ -13,7 +13,7 @@ import torch
 from pydantic import BaseModel, ValidationError
 from torch import nn
 
-from mmldlm.checkpoints.formats.open import open_source
+from mmldlm.checkpoints.formats.open import open_source, reports_deletion
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
 from mmldlm.checkpoints.init_from import as_torch
 from mmldlm.checkpoints.manifest import MODEL_CONFIG
@@ -130,6 +130,7 @@ def _copy_weights(model: nn.Module, weights: WeightSource) -> None:
     weights.finish()
 
 
+@reports_deletion
 def load_pretrained(
     path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
 ) -> Pretrained:
@@ -142,7 +143,7 @@ def load_pretrained(
 
     Raises:
         UserError: unreadable or corrupt files, a missing config, tokenizer or diffusion settings,
-            or a tokenizer with another vocabulary.
+            a tokenizer with another vocabulary, or a checkpoint that its run deletes meanwhile.
     """
     model, values, config_path, task = load_model(path, device, dtype)
     sections: dict[str, Any] = {"text_diffusion": None, "latent_diffusion": None}
@@ -249,7 +250,7 @@ def _problem_of_device(name: str) -> str | None:
     """Return why a device is not usable; None if it is."""
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         return "not a device of torch"
     if device.type == "meta":
         return "a device without memory"

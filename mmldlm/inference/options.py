@@ -27,6 +27,7 @@ from mmldlm.sampling.settings import (
 )
 from mmldlm.utils import option_types
 from mmldlm.utils.settings import (
+    Option,
     OptionGroups,
     Settings,
     flag,
@@ -84,6 +85,7 @@ OF_SOURCES = "sources, of which one is named"
 OF_LATENTS = "guidance and solvers"
 OF_IMAGES = "models of images"
 OF_SEARCH = "search with an encoder"
+_SEED = Option("seed of every draw", int, 0, option_types.MAX_SEED)
 # Of `write_texts`: a search chooses samplers, lengths and temperatures itself, and reads the
 # embedding as it is.
 OWN_CHOICES = ("sampler", "temperature", "num_beams", "condition_timestep")
@@ -417,6 +419,10 @@ class SampleOptions(SearchOptions, _SamplerOptions):
     """
 
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _SEED.check("seed", self.seed)
 
     @classmethod
     def resolve(cls, kind: str, given: Mapping[str, Any], seed: int = 0) -> SampleOptions:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
+
 from mmldlm.errors import UserError
 from mmldlm.inference.generate import Samples, sample_l2t, sample_t2l, sample_unconditional
 from mmldlm.inference.images import sample_i2t, sample_pairs, sample_t2i, use_image_size
 from mmldlm.inference.options import (
     IMAGE_KINDS,
+    KINDS,
     READERS,
     TASK_OPTIONS,
     SampleOptions,
@@ -50,10 +53,37 @@ def sample(
     Raises:
         UserError: Options that do not fit together, the kind, the model or its task.
     """
-    given = {} if given is None else given
-    SampleOptions.resolve(kind, given, seed)
-    kind, options = fit_options(pretrained, kind, given, seed)
+    kind, options = options_of_call(pretrained, kind, given or {}, seed)
     return run_sampler(pretrained, kind, options, progress or hidden_progress()).complete()
+
+
+def options_of_call(
+    pretrained: Pretrained, kind: str, given: Mapping[str, Any], seed: int = 0
+) -> tuple[str, SampleOptions]:
+    """Return the kind of samples and all options of a call from Python, as `fit_options` does.
+
+    As on the command line, None is an option that is not given; numbers of NumPy are numbers.
+
+    Raises:
+        UserError: As of `sample`, or an option that writes a file.
+    """
+    given = {key: plain(value) for key, value in given.items() if value is not None}
+    if "trace" in given:
+        raise UserError(
+            "options of a call from Python, which writes no files",
+            "trace",
+            "omit it, or run `mmldlm sample` with --trace FILE.html",
+        )
+    if kind not in KINDS:
+        raise UserError(f"a kind of samples: {', '.join(KINDS)}", str(kind), "choose one of them")
+    seed = plain(seed)
+    SampleOptions.resolve(kind, given, seed)
+    return fit_options(pretrained, kind, given, seed)
+
+
+def plain(value: Any) -> Any:
+    """Return a number of NumPy as one of Python, and anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def run_sampler(

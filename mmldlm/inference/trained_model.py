@@ -25,13 +25,14 @@ from mmldlm.errors import UserError
 from mmldlm.inference.generate import Samples, sample_text_latents
 from mmldlm.inference.inputs import encode_texts, given_texts
 from mmldlm.inference.load import load_pretrained, usable_device
-from mmldlm.inference.options import SampleOptions
-from mmldlm.inference.sample import fit_options, sample
+from mmldlm.inference.sample import options_of_call, plain, sample
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar, hidden_progress
+from mmldlm.utils.settings import Option
 
 # Arguments that MTEB gives to every encoder; a model that takes no prompts has no use for them.
 _OF_MTEB = ("task_name", "task_metadata", "hf_split", "hf_subset", "prompt_type")
+_BATCH_SIZE = Option("texts of full length in a pass", int, 1)
 
 
 class TrainedModel:
@@ -48,6 +49,8 @@ class TrainedModel:
         dtype: torch.dtype | None = None,
         encoder_dir: str | None = None,
     ):
+        if not isinstance(dtype, torch.dtype | None) or dtype and not dtype.is_floating_point:
+            raise UserError("dtype: a float type of torch", repr(dtype), "give torch.bfloat16")
         self.pretrained = load_pretrained(path, usable_device(device), dtype or torch.float32)
         self._encoder_dir = encoder_dir
 
@@ -72,7 +75,7 @@ class TrainedModel:
             UserError: embeddings of another shape, not finite or zero, or options that do not fit
                 together or to the model.
         """
-        given = {"latent_file": _as_array(embeddings), **options}
+        given = dict(latent_file=_as_array(embeddings), **options)
         return _texts(self.sample("l2t", seed=seed, show_progress_bar=show_progress_bar, **given))
 
     def encode(
@@ -91,7 +94,7 @@ class TrainedModel:
         """Embed texts with the model itself (t2l), by the signature of sentence-transformers.
 
         Args:
-            sentences: A text, texts, or MTEB's batches of {"text": texts}.
+            sentences: A text, texts, or records {"text": text or texts}, as MTEB's batches are.
             batch_size: Texts of full length in a pass; None: as many as fit a number of tokens.
             show_progress_bar: Whether to report the stages on standard error.
             convert_to_tensor: Whether to return a tensor on the CPU instead of an array.
@@ -118,12 +121,13 @@ class TrainedModel:
         model: Any = self.pretrained.model
         if device is not None:
             model.to(usable_device(device))
-        given = {key: value for key, value in options.items() if key not in _OF_MTEB}
-        given["text"] = given_texts(_text_list(sentences), None)
-        SampleOptions.resolve("t2l", given, seed)
-        _, fitted = fit_options(self.pretrained, "t2l", given, seed)
+        options = {key: value for key, value in options.items() if key not in _OF_MTEB}
+        given = dict(text=_text_list(sentences), **options)
+        _, fitted = options_of_call(self.pretrained, "t2l", given, seed)
         more: dict[str, Any] = {"truncate": truncate}
         if batch_size is not None:
+            batch_size = plain(batch_size)
+            _BATCH_SIZE.check("batch_size", batch_size)
             more["batch_tokens"] = batch_size * model.config.max_seq_len
         with _progress(show_progress_bar) as progress:
             found = sample_text_latents(self.pretrained, fitted, progress, **more).complete()
@@ -152,12 +156,13 @@ class TrainedModel:
         return vectors[0] if isinstance(texts, str) else vectors
 
     def caption(
-        self, images: Iterable, *, seed: int = 0, show_progress_bar: bool = False, **options: Any
+        self, images: Any, *, seed: int = 0, show_progress_bar: bool = False, **options: Any
     ) -> list[str]:
         """Write the captions of images.
 
         Args:
-            images: Paths, pictures opened with PIL, or arrays uint8 [H, W] or [H, W, C].
+            images: Paths, pictures opened with PIL, or arrays uint8 [H, W] or [H, W, C]; one path
+                or picture; or an array [N, H, W, C].
             seed, show_progress_bar: See `decode`.
             options: Options of `mmldlm sample i2t`.
 
@@ -165,7 +170,7 @@ class TrainedModel:
             UserError: what is no image, options that do not fit together or to the model, or a
                 model of texts.
         """
-        given = {"image": list(images), **options}
+        given = dict(image=_picture_list(images), **options)
         return _texts(self.sample("i2t", seed=seed, show_progress_bar=show_progress_bar, **given))
 
     def draw(
@@ -190,7 +195,7 @@ class TrainedModel:
             UserError: captions that the model cannot read, options that do not fit together or to
                 the model, or a model of texts.
         """
-        given = {"text": _text_list(captions), **options}
+        given = dict(text=_text_list(captions), **options)
         found = self.sample("t2i", seed=seed, show_progress_bar=show_progress_bar, **given)
         assert found.images is not None
         return found.images[0] if isinstance(captions, str) else found.images
@@ -259,6 +264,10 @@ def _as_array(embeddings: Any) -> np.ndarray:
         tensor = embeddings.detach().cpu()
         # numpy has no bf16.
         return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+    if isinstance(embeddings, (list, tuple)):
+        embeddings = [
+            _as_array(row) if isinstance(row, torch.Tensor) else row for row in embeddings
+        ]
     try:
         return np.asarray(embeddings)
     except ValueError as error:
@@ -268,14 +277,35 @@ def _as_array(embeddings: Any) -> np.ndarray:
 
 
 def _text_list(texts: str | Iterable) -> list[str]:
-    """Return one text, texts, or batches {"text": texts} as a list of texts."""
+    """Return one text, texts, or records {"text": text or texts} as a list of texts."""
+    if isinstance(texts, Mapping):
+        if "text" not in texts:
+            found = ", ".join(map(repr, texts)) or "none"
+            raise UserError('the field "text" of every record', found, "give the texts themselves")
+        texts = texts["text"]
     if isinstance(texts, str):
         return [texts]
     return [
         text
         for entry in texts
-        for text in (entry["text"] if isinstance(entry, Mapping) else [entry])
+        for text in (_text_list(entry) if isinstance(entry, Mapping) else [entry])
     ]
+
+
+def _picture_list(images: Any) -> list[Any]:
+    """Return one picture or several as a list."""
+    from PIL.Image import Image
+
+    if isinstance(images, (str, Path, Image)):
+        return [images]
+    if isinstance(images, np.ndarray) and images.ndim != 4:
+        # Rows of one picture would pass for pictures.
+        raise UserError(
+            "a list of images, or an array [N, H, W, C]",
+            f"an array {list(images.shape)}",
+            "give one image as [image]",
+        )
+    return list(images)
 
 
 def _texts(samples: Samples) -> list[str]:

@@ -138,9 +138,9 @@ def estimate_rule(
 
 
 def raw_latents(model: Model, z: Tensor, clamp: float | None) -> Tensor:
-    """Sampled latents [..., D] in the encoder's space, on the CPU."""
+    """Sampled latents [..., D] fp32 in the encoder's space, on the CPU."""
     raw = model.unscale_latents(z)
-    return (raw if clamp is None else raw.clamp(-clamp, clamp)).cpu()
+    return (raw if clamp is None else raw.clamp(-clamp, clamp)).float().cpu()
 
 
 def check_guidance_interval(

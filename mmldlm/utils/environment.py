@@ -49,7 +49,7 @@ def platform_variables() -> str:
     Operators of Kubernetes do so (kubeflow/trainer#1790), and MM-LDLM's guide exported both by
     hand. Whatever starts ranks sets LOCAL_RANK, too.
     """
-    if "LOCAL_RANK" in os.environ or not os.environ.get("RANK", "").strip():
+    if os.environ.get("LOCAL_RANK", "").strip() or not os.environ.get("RANK", "").strip():
         return ""
     size = int_from_env("WORLD_SIZE", 1)
     return f"RANK={os.environ['RANK']}, WORLD_SIZE={size}" if size > 1 else ""

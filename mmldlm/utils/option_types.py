@@ -15,6 +15,7 @@ from typing import Any
 from mmldlm.utils.paths import expand_path
 
 MAX_COUNT = 1 << 31  # of samples, steps and tokens
+MAX_SEED = (1 << 63) - 1
 # Sizes of a number other than 0: fp32 overflows when it divides by less, or multiplies more.
 SMALLEST, LARGEST = 1e-12, 1e30
 ONE_YEAR = 366 * 86_400.0  # longest time limit in seconds; longer ones overflow in C
@@ -80,7 +81,7 @@ def number(
     return parse
 
 
-seed = integer(0, (1 << 63) - 1)
+seed = integer(0, MAX_SEED)
 """Type of a seed: what torch, NumPy and the counter-based generator take."""
 count = integer(1)
 """Type of a number of things of which there is at least one."""

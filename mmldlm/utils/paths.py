@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import re
 import shutil
@@ -104,7 +105,10 @@ def claimed_file(path: str | os.PathLike | None, option: str) -> Iterator[None]:
         yield
         return
     target = Path(os.path.realpath(path))
-    with _held_lock(target.with_name(f".{target.name[:60]}.lock"), path, option):
+    name = os.fsencode(target.name)
+    if len(name) > _MAX_PART_BYTES - len("..lock"):
+        name = hashlib.sha256(name).hexdigest().encode()
+    with _held_lock(target.with_name(f".{os.fsdecode(name)}.lock"), path, option):
         yield
 
 

@@ -14,7 +14,7 @@ import argparse
 import dataclasses
 import math
 import numbers
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,21 +61,38 @@ class Option:
         }
 
     def check(self, key: str, value: Any) -> None:
-        """Raise a UserError for a number out of range, or not one of the choices; None passes."""
+        """Raise a UserError for what the command line would refuse: a number out of range, not one
+        of the choices, no list of the length that the option has; None passes.
+        """
+        if value is None:
+            return
         choices = self.arguments.get("choices")
-        if choices is not None and value is not None and value not in choices:
+        if choices is not None and value not in choices:
             raise UserError(
                 f"{flag(key)} {' or '.join(choices)}", str(value), "choose one of them"
             )
-        for number in value if isinstance(value, (list, tuple)) else [value]:
-            if self.number is None or number is None:
-                continue
-            kind = numbers.Integral if self.number is int else numbers.Real
-            is_usable = isinstance(number, kind) and option_types.is_usable(number)
+        if self.arguments.get("action") == "store_const" and not isinstance(value, bool):
+            raise UserError(f"{flag(key)} True or False", repr(value), "choose one of them")
+        values = self._list_of(key, value) if "nargs" in self.arguments else [value]
+        kind = numbers.Integral if self.number is int else numbers.Real
+        for number in values if self.number is not None else ():
+            # True is a whole number, for Python.
+            is_number = isinstance(number, kind) and not isinstance(number, bool)
+            is_usable = is_number and option_types.is_usable(number)
             if not (is_usable and self.low <= number <= self.high):
                 raise UserError(
                     f"{flag(key)} {self._range()}", repr(number), "choose a value in this range"
                 )
+
+    def _list_of(self, key: str, value: Any) -> Sequence[Any]:
+        """Return the value of an option that takes several words."""
+        count = self.arguments["nargs"]
+        is_list = isinstance(value, (list, tuple))
+        if not is_list or not value or count != "+" and len(value) != count:
+            size = "at least one" if count == "+" else str(count)
+            fix = "give a list, also of one value"
+            raise UserError(f"{flag(key)}: a list of {size}", repr(value)[:200], fix)
+        return value
 
     def _range(self) -> str:
         smallest, largest = option_types.SMALLEST, option_types.LARGEST

@@ -78,10 +78,11 @@ def test_models_of_images_and_of_own_tasks_have_other_calls(tmp_path):
 
 
 def test_words_of_a_file_are_no_markup(tmp_path):
-    name = "x` <img src=a>\n# [me](http://a)" + "y" * 500
+    name = "x` <img src=a>\n# [me](http://a)\u202e" + "y" * 500
     config = CONFIG | {"encoder": {"name": name}, "task": [1], "training": 3, "tokenizer": None}
     card = card_of(run_of(tmp_path / "run", config, '[]\n{"step": "7"}\n[[[['))
     assert "<img" not in card and "\n# [" not in card and "y" * 200 not in card
+    assert "\u202e" not in card  # which turns the direction of what follows
 
 
 def test_part_of_a_model_has_no_card(tmp_path):

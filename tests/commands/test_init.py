@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +38,20 @@ def test_what_was_edited_is_never_replaced(folder, capsys):
     assert main(["init", str(folder)]) == 2
     assert "ds_configs, hostfiles, launchers in" in capsys.readouterr().err
     assert (folder / "hostfiles" / "two_nodes").read_text() == "mine slots=8\n"
+
+
+def test_a_full_disk_leaves_the_folder_as_it_was(tmp_path, monkeypatch, capsys):
+    number = iter(range(100))
+
+    def copy_mode(source, target):
+        if next(number) == 7:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("mmldlm.commands.init.shutil.copymode", copy_mode)
+    (tmp_path / "mine").write_text("mine")
+    assert main(["init", str(tmp_path)]) == 1
+    assert re.search(f"{tmp_path}/.partial.*free some space", capsys.readouterr().err)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def run(folder, python, **more):

@@ -102,6 +102,11 @@ def test_several_latents_per_text(texts_file, latents, pack, tmp_path):
         pack(texts_file, path, latents_per_text=3, force=True)
 
 
+def test_a_validation_split_that_takes_everything_is_named(texts_file, latents, pack, tmp_path):
+    with pytest.raises(UserError, match="0 .*(?s:.*)--validation-samples 20"):
+        pack(texts_file, save(tmp_path / "E.npy", latents), validation_samples=20)
+
+
 def test_a_parquet_file_has_texts_and_latents(sentences, latents, pack, tmp_path):
     arrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from mmldlm import cli
 from mmldlm.commands.sample import add_arguments, main
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.errors import UserError
@@ -113,6 +114,40 @@ def test_samples_are_never_overwritten_unasked(checkpoint, latent_file, tmp_path
         "notes.txt",
     }  # no old latents
     assert len(lines(out)) == 3
+
+
+def test_inputs_and_pictures_of_the_user_are_never_replaced(checkpoint, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    shared = ("--checkpoint", checkpoint, "--num-steps", 2, "--output-dir", out)
+    run("t2l", "--text", "word1", *shared)
+    before = (out / "latents.npy").read_bytes()
+    with pytest.raises(UserError, match="inputs beside the files(?s:.*)latents.npy"):
+        run("l2t", "--latent-file", out / "latents.npy", *shared, "--overwrite")
+    assert (out / "latents.npy").read_bytes() == before
+    mine = tmp_path / "mine" / "images" / "000001.png"
+    mine.parent.mkdir(parents=True)
+    mine.write_bytes(b"a picture")
+    monkeypatch.setattr(
+        "mmldlm.commands.sample.load_pretrained", lambda *a: pytest.fail("refused too late")
+    )
+    with pytest.raises(UserError, match="images/000001.png"):
+        run("t2l", "--text", "word1", *shared[:-1], tmp_path / "mine")
+    assert mine.read_bytes() == b"a picture"
+
+
+def test_embeddings_are_kept_if_their_comparison_is_interrupted(
+    checkpoint, tmp_path, monkeypatch, capsys
+):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mmldlm.inference.generate.encode_texts", interrupted)
+    shared = ("sample", "t2l", "--checkpoint", checkpoint, "--text", "word1", "word2")
+    assert cli.main([*map(str, shared), "--output-dir", str(tmp_path / "out")]) == 5
+    assert "2 finished samples kept" in capsys.readouterr().err
+    assert np.load(tmp_path / "out" / "latents.npy").shape == (2, 6)
+    with pytest.raises(KeyboardInterrupt):
+        sample(load_pretrained(checkpoint), "t2l", {"text": ["word1"]})
 
 
 def test_t2l_compares_with_the_encoder_where_there_is_one(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+import mmldlm
 from mmldlm.cli import main
 from mmldlm.tasks.registry import find_task, load_config
 from mmldlm.train import check_run, train
@@ -115,6 +116,10 @@ def test_the_size_is_that_of_the_store_else_the_largest(folder, tmp_path, capsys
     assert np.load(tmp_path / "t2i" / "latents.npy").shape == (2, 16, 16)
     assert sample("t2i", folder, tmp_path / "largest", "--text", "sans", "--num-steps", 2) == 0
     assert np.load(tmp_path / "largest" / "latents.npy").shape == (1, 36, 16)
+    model = mmldlm.load(folder / "run")
+    for size in ({"image_size": 16}, {}):  # not that of the call before
+        side = size.get("image_size", 24)
+        assert model.draw("sans", num_steps=2, **size).shape[:2] == (side, side)
     capsys.readouterr()
     assert sample("t2i", folder, tmp_path / "none", "--text", "sans", "--image-size", 32) == 2
     assert "16, 24" in capsys.readouterr().err

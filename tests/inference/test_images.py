@@ -172,6 +172,11 @@ def test_a_loaded_model_captions_and_draws_as_the_command_does(model, images, tm
     forms = [str(tmp_path / "0.png"), Image.open(tmp_path / "0.png"), picture, picture[..., 0]]
     for form in forms:
         assert loaded.caption([form]) == [records(tmp_path / "text")[0]["text"]]
+    for one in (*forms[:2], picture[None]):
+        assert loaded.caption(one) == loaded.caption([picture])
+    for wrong, found in ((picture, "an array"), ([], r"\[\]")):
+        with pytest.raises(UserError, match=f"found: +{found}"):
+            loaded.caption(wrong)
     words = ("--text", CAPTION, "--num-steps", 3, "--seed", 2)
     assert sample("t2i", model / "model", tmp_path / "image", *words) == 0
     drawn = loaded.draw(CAPTION, num_steps=3, seed=2)

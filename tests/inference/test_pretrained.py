@@ -12,6 +12,7 @@ import struct
 import pytest
 import torch
 
+import mmldlm.inference.load
 from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.convert import convert
 from mmldlm.checkpoints.to_checkpoint import convert_state
@@ -92,6 +93,20 @@ def test_a_bf16_export_is_widened(run, tmp_path):
     exact = load_pretrained(run).model.state_dict()
     assert all(tensor.dtype == torch.float32 for tensor in state.values())
     assert torch.equal(state["text_head.weight"], exact["text_head.weight"].bfloat16().float())
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_is_named(run, tmp_path, monkeypatch):
+    copy = shutil.copytree(run, tmp_path / "r", symlinks=True)
+    read = mmldlm.inference.load.read_values
+
+    def read_and_delete(path):
+        values = read(path)
+        shutil.rmtree(copy / "checkpoints")
+        return values
+
+    monkeypatch.setattr("mmldlm.inference.load.read_values", read_and_delete)
+    with pytest.raises(UserError, match="its run deleted it meanwhile"):
+        load_pretrained(copy)
 
 
 def test_a_tied_model_has_one_embedding(checkpoint, tmp_path):

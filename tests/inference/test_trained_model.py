@@ -73,6 +73,48 @@ def test_encode_has_the_forms_of_sentence_transformers(model):
     assert np.allclose(model.similarity_pairwise(expected, -expected), -1)
 
 
+def test_texts_come_in_any_form(model):
+    expected = model.encode(TEXTS)
+    rows = [{"text": text} for text in TEXTS]
+    for form in (tuple(TEXTS), iter(TEXTS), np.array(TEXTS), rows, {"text": TEXTS}):
+        np.testing.assert_array_equal(model.encode(form), expected)
+
+
+def test_embeddings_come_in_any_form(model, embeddings):
+    expected = model.decode(embeddings, num_steps=3)
+    rows = [torch.tensor(row, requires_grad=True) for row in embeddings]
+    wide = np.repeat(embeddings, 2, axis=1)[:, ::2]
+    for form in (rows, wide, np.asfortranarray(embeddings), embeddings.astype(">f8")):
+        assert model.decode(form, num_steps=3) == expected
+    half = [row.bfloat16() for row in rows]
+    assert model.decode(half, num_steps=3) == model.decode(torch.stack(half), num_steps=3)
+
+
+def test_none_is_not_given_and_numbers_of_numpy_are_numbers(model, embeddings):
+    expected = model.decode(embeddings, num_steps=3, seed=1)
+    found = model.decode(embeddings, num_steps=np.int64(3), seed=np.uint8(1), threshold=None)
+    assert found == expected
+    of_none = model.encode(TEXTS, eta=None, method=None, guidance=None, batch_size=np.int64(2))
+    np.testing.assert_allclose(of_none, model.encode(TEXTS), atol=1e-6)
+
+
+def test_weights_of_every_float_type_give_embeddings_of_fp32(checkpoint, model):
+    for dtype in (torch.float64, torch.bfloat16):
+        found = mmldlm.load(checkpoint, dtype=dtype).encode(TEXTS)
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(found, model.encode(TEXTS), atol=0.1)
+    for wrong in (torch.int8, "bfloat16"):
+        with pytest.raises(UserError, match="dtype"):
+            mmldlm.load(checkpoint, dtype=wrong)
+
+
+def test_an_input_is_not_named_twice(model, embeddings):
+    with pytest.raises(TypeError, match="multiple values"):
+        model.decode(embeddings, latent_file=embeddings)
+    with pytest.raises(TypeError, match="multiple values"):
+        model.encode(TEXTS, text=TEXTS)
+
+
 def test_mteb_takes_the_model_as_it_is(model, monkeypatch):
     mteb = pytest.importorskip("mteb", reason="mteb is not installed")
     from datasets import Dataset, DatasetDict
@@ -136,7 +178,19 @@ def test_progress_is_shown_where_it_is_asked_for(model, capsys):
         (lambda model: model.decode(np.ones((1, 6)), search="global"), "global"),
         (lambda model: model.encode(TEXTS, sampler="ancestral"), "--sampler"),
         (lambda model: model.encode([]), r"\[\]"),
-        (lambda model: model.caption([]), "task=translation"),
+        (lambda model: model.encode([1]), "1, of type int"),
+        (lambda model: model.encode(b"ab"), "of type int"),
+        (lambda model: model.encode([TEXTS]), "of type list"),
+        (lambda model: model.encode([{"sentence": "word1"}]), "'sentence'"),
+        (lambda model: model.encode(TEXTS, batch_size=0), "0"),
+        (lambda model: model.encode(TEXTS, batch_size=2.5), "2.5"),
+        (lambda model: model.encode(TEXTS, seed=-1), "-1"),
+        (lambda model: model.encode(TEXTS, device=0.5), "0.5"),
+        (lambda model: model.decode(np.ones((1, 6)), seed=1.5), "1.5"),
+        (lambda model: model.decode(np.ones((1, 6)), trace="page.html"), "trace"),
+        (lambda model: model.sample("t2l", text="word1"), "'word1'"),
+        (lambda model: model.sample("l2l"), "l2l"),
+        (lambda model: model.caption(["a.png"]), "task=translation"),
         (lambda model: model.draw("word1"), "task=translation"),
     ],
 )

@@ -89,6 +89,15 @@ def test_a_claim_excludes_other_processes_and_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("length", [80, 254])
+def test_long_names_that_begin_alike_are_claimed_apart(tmp_path, length):
+    first, second = (tmp_path / ("x" * length + end) for end in "ab")
+    with claimed_file(first, "--json"), claimed_file(second, "--json"):
+        with pytest.raises(UserError, match="another call"), claimed_file(first, "--json"):
+            pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_file_is_written_through_a_link_of_which_nothing_is_lost(tmp_path):
     (tmp_path / "big").mkdir()
     link = tmp_path / "f"

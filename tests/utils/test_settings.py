@@ -26,6 +26,7 @@ class Search(Settings):
     share: float | None = option(None, "a share", float, low=0, high=1)
     limits: list[float] | None = option(None, "limits", float, nargs=2)
     name: str | None = option(None, "a name", choices=("a", "b"))
+    is_on: bool = option(False, "whether", action="store_const", const=True)
     plain: int = 0  # not an option
 
 
@@ -44,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
 def test_options_of_several_classes_are_added_once_and_are_none_unless_given():
     args = parser().parse_args(["--share", "0.5", "--limits", "1", "2"])
     keys = [*options_of(Search), "height"]
-    assert list(vars(args)) == keys == ["num_beams", "share", "limits", "name", "height"]
+    assert list(vars(args)) == keys == ["num_beams", "share", "limits", "name", "is_on", "height"]
     assert given_options(args, keys) == {"share": 0.5, "limits": [1.0, 2.0]}
     assert (Search().num_beams, Wide().num_beams) == (4, 9)
     assert flags(["num_beams", "name"]) == "--num-beams, --name"
@@ -59,6 +60,9 @@ def test_options_of_several_classes_are_added_once_and_are_none_unless_given():
         ("num_beams", 2.5, "of at least 1"),
         ("limits", [0.0, float("inf")], "a finite number"),
         ("name", "c", "a or b"),
+        ("limits", [0.0], ": a list of 2"),
+        ("num_beams", True, "of at least 1"),
+        ("share", "1_0", "from 0 to 1"),
     ],
 )
 def test_what_the_parser_refuses_is_refused_from_python(key, value, expected, capsys):
@@ -66,7 +70,16 @@ def test_what_the_parser_refuses_is_refused_from_python(key, value, expected, ca
     with pytest.raises(SystemExit):
         parser().parse_args([flags([key]), *words])
     assert flags([key]) in capsys.readouterr().err
-    with pytest.raises(UserError, match=f"{flags([key])} {expected}"):
+    with pytest.raises(UserError, match=f"{flags([key])} ?{expected}"):
+        Search(**{key: value})
+
+
+@pytest.mark.parametrize(
+    "key, value, found",
+    [("limits", 0.5, "0.5"), ("num_beams", [3], r"\[3\]"), ("is_on", "no", "'no'")],
+)
+def test_a_value_from_python_has_the_type_of_the_words(key, value, found):
+    with pytest.raises(UserError, match=f"found: +{found}"):
         Search(**{key: value})
 
 

@@ -12,6 +12,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +30,8 @@ _SMALL_FILES = ["*.json", "*.txt", "*.model"]
 _OTHER_FILES = ["onnx/*", "openvino/*", "flax_*", "tf_*", "rust_*"]
 # Environment variable with the folders of the user's own encoders, separated as in PATH.
 PLACES = "MMLDLM_ENCODERS"
+# Folder of `encoder_dir`.
+_GIVEN: ContextVar[str | None] = ContextVar("encoder_dir", default=None)
 _MODEL_CONFIGS = ("config.json", MODULES)
 # In order of preference.
 _WEIGHTS = ("*.safetensors", "*.bin")
@@ -141,15 +144,15 @@ def name_to_load(identity: dict[str, Any]) -> str:
 
 
 def _places() -> list[str]:
-    """Return the folders of MMLDLM_ENCODERS."""
-    words = os.environ.get(PLACES, "").split(os.pathsep)
+    """Return the folder of `encoder_dir`, and those of MMLDLM_ENCODERS."""
+    words = [_GIVEN.get(), *os.environ.get(PLACES, "").split(os.pathsep)]
     return [os.path.expanduser(word) for word in words if word]
 
 
 @contextlib.contextmanager
 def encoder_dir(folder: str | None) -> Iterator[None]:
-    """Look for encoders in a folder before those of MMLDLM_ENCODERS, also in processes that are
-    started meanwhile; None changes nothing.
+    """Look for encoders in a folder before those of MMLDLM_ENCODERS, in this thread alone; None
+    changes nothing.
 
     Raises:
         UserError: it is not a folder.
@@ -160,14 +163,11 @@ def encoder_dir(folder: str | None) -> Iterator[None]:
     if not Path(folder).is_dir():
         fix = "give the encoder's folder, or the one that holds it"
         raise UserError(f"a folder as --encoder-dir, {folder}", "no such folder", fix)
-    before = os.environ.get(PLACES)
-    os.environ[PLACES] = os.pathsep.join([folder, *_places()])
+    before = _GIVEN.set(folder)
     try:
         yield
     finally:
-        os.environ.pop(PLACES)
-        if before is not None:
-            os.environ[PLACES] = before
+        _GIVEN.reset(before)
 
 
 def model_files(folder: Path) -> list[Path]:

@@ -272,6 +272,23 @@ def check_output_free(root: Path, force: bool, plan: dict[str, Any] | None = Non
             f"a folder with other files in it (no {MANIFEST})",
             "choose another --output-dir; --force only replaces stores",
         )
+    if force and (others := _files_beside(root)):
+        raise UserError(
+            f"nothing but the store at {root}, which --force deletes",
+            join_some(others),
+            "move it elsewhere, or choose another --output-dir",
+        )
+
+
+def _files_beside(root: Path) -> list[str]:
+    """Return the files and folders in a store's folder that its manifest does not list."""
+    try:
+        listed = read_json(root / MANIFEST, "")["files"]
+        known = {MANIFEST, QUARANTINE, *(name.split("/")[0] for name in listed)}
+        # `--layout files` lists none.
+        return sorted(path.name for path in root.iterdir() if path.name not in known and listed)
+    except (UserError, OSError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def _describe_existing(root: Path, plan: dict[str, Any] | None) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import json
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
@@ -49,11 +51,29 @@ def test_a_folder_that_moved_is_found_where_the_user_says(tmp_path, monkeypatch)
     assert name_to_load(identity) == "enc"
     with encoder_dir(str(tmp_path / "a")):
         assert name_to_load(identity) == str(tmp_path / "a" / "enc")
+    assert os.environ["MMLDLM_ENCODERS"] == str(tmp_path / "b")
     with encoder_dir(None):
-        assert os.environ["MMLDLM_ENCODERS"] == str(tmp_path / "b")
+        assert name_to_load(identity) == "enc"
     with pytest.raises(UserError, match="no such folder"), encoder_dir(str(tmp_path / "none")):
         pass
     assert name_to_load({"name": "minilm", "source": "imported"}) == "minilm"
+
+
+def test_calls_at_once_have_folders_of_their_own(tmp_path):
+    identity = {"name": "enc", "source": "folder:enc"}
+    for name in "ab":
+        (tmp_path / name / "enc").mkdir(parents=True)
+    both_inside, both_done = Barrier(2), Barrier(2)
+
+    def find(name: str) -> str:
+        with encoder_dir(str(tmp_path / name)):
+            both_inside.wait(60)
+            found = name_to_load(identity)
+            both_done.wait(60)
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(find, "ab")) == [str(tmp_path / name / "enc") for name in "ab"]
 
 
 def calls_without_refusal(source: str):

@@ -7,7 +7,7 @@ import pytest
 from mmldlm.data.prepare import pipeline
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.task_queue import TaskQueue
-from mmldlm.data.prepare.work_dir import WorkDir
+from mmldlm.data.prepare.work_dir import WorkDir, check_output_free
 from mmldlm.errors import UserError
 
 
@@ -57,3 +57,12 @@ def test_work_without_a_plan_is_not_resumed(tmp_path):
     (tmp_path / "s.work" / "000000").touch()
     assert not WorkDir(tmp_path / "s", TaskQueue()).open({"options": {}}, force=False)
     assert not (tmp_path / "s.work" / "000000").exists()
+
+
+def test_a_store_with_other_files_in_its_folder_is_not_deleted(tmp_path):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "manifest.json").write_text('{"files": {"train/text.npy": {}}}')
+    check_output_free(tmp_path, force=True)
+    (tmp_path / "texts.txt").write_text("the corpus itself")
+    with pytest.raises(UserError, match="found: +texts.txt"):
+        check_output_free(tmp_path, force=True)
