@@ -274,9 +274,9 @@ def test_a_full_disk_is_one_sentence(trial_run, trial_model, full_disk, words):
     places = dict(model=trial_model, run=trial_run, disk=full_disk)
     result = mmldlm(*(word.format(**places) for word in words), timeout=120)
     assert result.code in (1, 2) and not result.traceback, result.output
-    assert re.search(f"{full_disk}.*(No space left on device|\n  found: [0-9.]+ KiB\n)", result.output), (
-        result.output
-    )
+    assert re.search(
+        f"{full_disk}.*(No space left on device|\n  found: [0-9.]+ KiB\n)", result.output
+    ), result.output
     assert "[(" not in result and "revious checkpoint" not in result
     assert [path.name for path in full_disk.iterdir() if path.name != "G.work"] == ["fill"]
 
