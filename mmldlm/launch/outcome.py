@@ -61,7 +61,7 @@ def node_outcome(reason: str, views: Views, nodes: list[str]) -> Outcome:
 
 
 def failed_rank_outcome(
-    views: Views, clock_offsets: dict[str, float], interrupted: bool
+    views: Views, clock_offsets: dict[str, float], interrupted: bool, is_script: bool = False
 ) -> Outcome:
     """Return the outcome of failed ranks, attributed to the one that ended first.
 
@@ -69,6 +69,8 @@ def failed_rank_outcome(
         views: Answers of the nodes, in which at least one rank has failed.
         clock_offsets: Node -> its clock minus the head's, in seconds.
         interrupted: Whether this launch has asked the ranks to stop.
+        is_script: Whether the ranks run a script of the user's own, whose exit codes have no
+            meaning here.
     """
     # Entries are (end time on the head's clock, node, state).
     failed = []
@@ -82,7 +84,7 @@ def failed_rank_outcome(
     _, name, first = min(failed, key=lambda entry: entry[0])
     codes = [state["exit"] for _, _, state in failed]
     code = codes[0] if len(set(codes)) == 1 else max(codes)
-    if code == EXIT_INTERRUPTED and interrupted:
+    if interrupted and code in (EXIT_INTERRUPTED, *([128 + signal.SIGTERM] if is_script else ())):
         return Outcome(code, "interrupted as requested")
     last_lines = first.get("last") or []
     report = first.get("failure") or {"ranks": []}
@@ -94,9 +96,10 @@ def failed_rank_outcome(
             if any(_is_in(state["rank"], report["ranks"]) for state in view["ranks"])
         }
         return Outcome(code, report["sentence"], last_lines, sorted(failed_nodes))
-    exit_text = describe_exit(first, name, interrupted)
+    exit_text = describe_exit(first, name, interrupted or is_script)
     reason = f"rank {first['rank']} on {name} ended first, with status {first['exit']}{exit_text}"
-    return Outcome(code, reason, last_lines, [] if code in COLLECTIVE_EXIT_CODES else [name])
+    is_agreed = code in COLLECTIVE_EXIT_CODES and not is_script
+    return Outcome(code, reason, last_lines, [] if is_agreed else [name])
 
 
 def _is_in(rank: int, runs: list[list[int]]) -> bool:

@@ -376,7 +376,8 @@ class Watcher:
                 timeout = AGREED_SECONDS
             time.sleep(0.3)
         offsets = {name: offset for name, (offset, _) in self.context.clocks.items()}
-        return failed_rank_outcome(views, offsets, self.interrupts > 0)
+        is_script = self.context.script is not None
+        return failed_rank_outcome(views, offsets, self.interrupts > 0, is_script)
 
     def _stop_all(self, grace: float) -> None:
         """Stop the run on every reachable node, and the launcher on this machine."""

@@ -110,16 +110,6 @@ def _has_valid_time(record: Mapping[str, Any]) -> bool:
         return False
 
 
-def read_records(path: str | os.PathLike) -> tuple[list[dict[str, Any]], int]:
-    """Return all records of a log and the number of unreadable lines (an interrupted run leaves
-    one).
-    """
-    with open_text(path, errors="replace") as file:
-        parsed = [parse_line(line) for line in file if line.strip()]
-    records = [record for record in parsed if record is not None]
-    return records, len(parsed) - len(records)
-
-
 def iterate_records(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
     """Yield the records of a log one after another; unreadable lines are left out."""
     with open_text(path, errors="replace") as file:

@@ -83,6 +83,27 @@ def test_an_end_that_was_asked_for_is_not_called_a_fault(watched):
     assert one.evaluate(views, False, 10.0).reason == "interrupted as requested"
 
 
+@pytest.mark.parametrize("code", [2, EXIT_INTERRUPTED])
+def test_exit_codes_of_a_script_have_no_meaning(watched, code):
+    """mmldlm's own ranks agree on them; one that alone ends with such a code is a fault."""
+    one, states, views = watched
+    states["b"].update(exit=code, alive=False)
+    assert one.evaluate(views, False, 10.0).failed_nodes == []
+    one.context.options.script = ["run.py"]
+    outcome = one.evaluate(views, False, 10.0)
+    assert outcome.failed_nodes == ["b"] and outcome.reason.endswith(f"with status {code}")
+
+
+def test_a_script_that_ends_at_the_signal_was_interrupted(watched):
+    one, states, views = watched
+    one.context.options.script, one.interrupts = ["run.py"], 1
+    for state in states.values():
+        state.update(exit=128 + signal.SIGTERM, alive=False)
+    assert one.evaluate(views, False, 10.0).reason == "interrupted as requested"
+    one.interrupts = 0
+    assert "ended first" in one.evaluate(views, False, 10.0).reason
+
+
 @pytest.mark.parametrize(
     ("code", "processes", "expected"), [(0, 0, EXIT_DONE), (1, 0, 1), (0, 2, 1)]
 )

@@ -4,8 +4,15 @@ import math
 import numpy as np
 import pytest
 
-from mmldlm.observe.jsonl_log import JsonlLog, parse_line, read_records
+from mmldlm.observe.jsonl_log import JsonlLog, iterate_records, parse_line
 from mmldlm.utils.json_files import to_strict_json
+
+
+def read_records(path):
+    """All records of a log, and the number of lines that are none."""
+    lines = [line for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    records = list(iterate_records(path))
+    return records, len(lines) - len(records)
 
 
 def write(path, steps):
