@@ -7,6 +7,9 @@ and off in turns (A B B A); off applies every step without a decision, windows o
 is the median over steps, each compared with that of the same batch; one step's fraction of an
 audit (1 / stability.audit_freq) is added to "on".
 
+The windows are short, so that the guard judges every step, and the threshold is so high that it
+finds nothing: a step with a finding reads its micro-batches' losses for the record.
+
 Host syncs are counted between the arrival of the batch and the end of the optimizer step: every
 tolist(), and every operation whose result or shape the host must read from a tensor. Two reads of
 the model that happen on a CPU only, where they wait for nothing, are not counted: torch.equal (its
@@ -116,6 +119,7 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
         "logging.log_freq=100000",
         "stability.audit_freq=100000",
         "stability.spike_window=4",
+        "stability.spike_sigma=1e6",
         "checkpoints.async_save=false",
         "training.freeze=none",
         "training.grad_accum_steps=1",

@@ -24,6 +24,15 @@ NORM_EPS = QK_EPS = 1e-6
 MAX_CACHED = 8
 
 
+def random_parameter(*shape: int) -> nn.Parameter:
+    """Return a learned token, position or table; normal, of standard deviation 0.02.
+
+    On the meta device it has no values, and none are drawn (`meta_device`).
+    """
+    values = torch.empty(shape)
+    return nn.Parameter(values if values.is_meta else torch.randn(shape) * 0.02)
+
+
 def compute_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of matrix products with this tensor: autocast's where it is on, else the
     tensor's.

@@ -51,6 +51,7 @@ from mmldlm.models.layers import (
     embed_ids,
     has_no_hooks,
     modulate,
+    random_parameter,
 )
 from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.models.packing import (
@@ -83,7 +84,7 @@ class TextEncoder(nn.Module):
         super().__init__()
         self.scale = config.token_embedding_scale
         self.token_embedding = nn.Embedding(not_none(config.vocab_size), config.hidden_size)
-        self.null_text = nn.Parameter(torch.randn(config.hidden_size) * 0.02)
+        self.null_text = random_parameter(config.hidden_size)
 
     def forward(self, tokens: Tensor, first_rows: Tensor, is_null: Tensor | None) -> Tensor:
         """[N] ids, [B] row of each sample's first token, [B] bool -> [N, H].
@@ -137,11 +138,11 @@ class LatentEncoder(nn.Module):
         self.tokens_per_latent, self.hidden_size = chunks, width
         self.to_tokens = nn.Linear(dim, chunks * width)
         self.to_pooled = nn.Sequential(nn.Linear(dim, cond), nn.SiLU(), nn.Linear(cond, cond))
-        self.chunk_position = nn.Parameter(torch.randn(chunks, width) * 0.02)
+        self.chunk_position = random_parameter(chunks, width)
         self.latent_position = None
         if not self.grids:
-            self.latent_position = nn.Parameter(torch.randn(config.num_latents, 1, width) * 0.02)
-        self.null_tokens = nn.Parameter(torch.randn(chunks, width) * 0.02)
+            self.latent_position = random_parameter(config.num_latents, 1, width)
+        self.null_tokens = random_parameter(chunks, width)
         self.null_pooled = nn.Parameter(torch.zeros(cond))
         # After the draw, so that the other weights start as without a grid.
         if config.latent_grid is not None and self.latent_position is not None:
@@ -313,7 +314,7 @@ class TextHead(nn.Module):
         self.mask_token_id = not_none(config.mask_token_id)
         self.norm = nn.LayerNorm(width, elementwise_affine=False, eps=NORM_EPS)
         self.modulation = Modulation(config.cond_dim, width, ("shift", "scale"))
-        self.weight = nn.Parameter(torch.randn(vocab_size, width) * 0.02)
+        self.weight = random_parameter(vocab_size, width)
         self.bias = nn.Parameter(torch.zeros(vocab_size))
 
     def forward(

@@ -28,6 +28,7 @@ from mmldlm.models.layers import (
     embed_ids,
     embedding,
     modulate,
+    random_parameter,
 )
 from mmldlm.models.packing import packed_values, rows_of_positions
 from mmldlm.models.plain_config import PlainConfig
@@ -58,9 +59,9 @@ class LatentTokens(nn.Module):
         super().__init__()
         self.chunks, self.hidden_size = chunks, width = config.chunks, config.hidden_size
         self.to_tokens = nn.Linear(not_none(config.latent_dim), chunks * width)
-        self.chunk_position = nn.Parameter(torch.randn(chunks, width) * 0.02)
-        self.latent_position = nn.Parameter(torch.randn(config.num_latents, 1, width) * 0.02)
-        self.null_tokens = nn.Parameter(torch.randn(chunks, width) * 0.02)
+        self.chunk_position = random_parameter(chunks, width)
+        self.latent_position = random_parameter(config.num_latents, 1, width)
+        self.null_tokens = random_parameter(chunks, width)
 
     def forward(self, latents: Tensor, is_null: Tensor | None) -> Tensor:
         """[B, N, D], [B] bool -> [B, N * K, H]."""
@@ -323,7 +324,7 @@ class PlainTextHead(nn.Module):
         if config.is_modulated:
             self.modulation = Modulation(config.cond_width, width, ("shift", "scale"))
         self.norm = None if config.is_modulated else RMSNorm(width)
-        self.weight = nn.Parameter(torch.randn(not_none(config.vocab_size), width) * 0.02)
+        self.weight = random_parameter(not_none(config.vocab_size), width)
         self.bias = nn.Parameter(torch.zeros(not_none(config.vocab_size)))
 
     def forward(
@@ -368,7 +369,7 @@ class PlainTransformer(BaseTransformer):
         width, cond = config.hidden_size, config.cond_width
         num_ids = not_none(config.vocab_size) + config.extra_input_tokens
         self.token_embedding = nn.Embedding(num_ids, width)
-        self.start_token = nn.Parameter(torch.randn(width) * 0.02) if config.causal else None
+        self.start_token = random_parameter(width) if config.causal else None
         self.latent_tokens = self.latent_pooled = self.null_length = None
         if config.has_latent_tokens:
             self.latent_tokens = LatentTokens(config)

@@ -20,6 +20,7 @@ from mmldlm.config.renamed_keys import is_removed_weight, model_config_with_new_
 from mmldlm.config.section import Section
 from mmldlm.errors import UserError
 from mmldlm.models.base import BaseTransformer
+from mmldlm.models.meta_device import meta_device
 from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.input_files import open_regular
 from mmldlm.utils.json_files import read_json
@@ -189,7 +190,7 @@ def check_shapes(
     num_blocks = getattr(config, "n_blocks", 0)
     if num_blocks > len(stored):
         raise UserError(expected, f"{len(stored)} tensors for n_blocks {num_blocks}", fix)
-    with torch.device("meta"):
+    with meta_device():
         model = kind(config)
     expected_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     stored = {name: shape for name, shape in stored.items() if not is_removed_weight(name)}

@@ -20,6 +20,7 @@ from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.engines.optimizer import parameter_groups
 from mmldlm.errors import UserError
 from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
+from mmldlm.models.meta_device import meta_device
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.judge import FoundTexts, Judge
 from mmldlm.sampling.model import Model
@@ -161,7 +162,7 @@ class TextTask(Task):
     # ---------------------------------------------------------------------------------------------
 
     def _model_without_values(self, config: Any) -> nn.Module:
-        with torch.device("meta"):
+        with meta_device():
             return self.model_class()(config.model)
 
     def parameter_counts(self, config: Any) -> dict[str, int] | None:
