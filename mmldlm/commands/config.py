@@ -7,10 +7,13 @@ import argparse
 from mmldlm.commands import config_options
 from mmldlm.config.load import all_keys, allowed_words, to_yaml
 from mmldlm.config.schema import Config
+from mmldlm.engines.deepspeed_config import offloaded, resolve_stage
 from mmldlm.errors import EXIT_DONE
+from mmldlm.preflight import memory_model
 from mmldlm.tasks.registry import find_task, open_run_data
 from mmldlm.training.session import check_run
 from mmldlm.utils import option_types
+from mmldlm.utils.formatting import format_bytes
 from mmldlm.utils.paths import check_writable_dir
 
 
@@ -26,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--world-size",
         type=option_types.count,
         default=1,
-        help="number of ranks, for the batch arithmetic",
+        help="number of ranks, for the batch arithmetic and the memory",
     )
     parser.add_argument(
         "--check",
@@ -45,9 +48,11 @@ def main(args: argparse.Namespace) -> int:
     if args.keys:
         _print_keys(type(config))
         return EXIT_DONE
-    task = find_task(config.task)
+    task, longest = find_task(config.task), getattr(config.model, "max_seq_len", None)
     if task.names_data(config):
-        config = open_run_data(config).config
+        data = open_run_data(config)
+        config = data.config
+        longest = int(max(data.train_lengths.max(), data.validation_lengths.max()))
     print(to_yaml(config), end="")
     training = config.training
     per_step = training.train_batch_size * training.grad_accum_steps * args.world_size
@@ -65,7 +70,27 @@ def main(args: argparse.Namespace) -> int:
     print(f"# parameters {sum(counts.values()):,}")
     for group, count in counts.items():
         print(f"#   {group:7s}{count:>15,}")
+    if longest is not None and (sizes := task.model_sizes(config, longest)) is not None:
+        _print_memory(config, dict(sizes), longest, args.world_size)
     return EXIT_DONE
+
+
+def _print_memory(config: Config, sizes: dict, length: int, world_size: int) -> None:
+    """Print what a rank and a checkpoint need, as preflight's MEM001 and DISK001 calculate it."""
+    sizes, own = memory_model.sizes_of_run(sizes, config), memory_model.plan_of(config)
+    print(
+        f"# memory of a GPU rank, micro-batch {config.training.train_batch_size} of {length:,}"
+        f" positions, {world_size:,} rank(s):"
+    )
+    for plan in memory_model.PLANS[1:] if world_size > 1 else (own,):
+        offload = ()
+        if plan == own and config.engine.kind == "deepspeed":
+            offload = tuple(offloaded(resolve_stage(config), config.engine.deepspeed_config))
+        needed = memory_model.rank_bytes(config, sizes, world_size, plan, True, offload)
+        note = "  (this config)" if plan == own else ""
+        print(f"#   {plan:7s}{format_bytes(needed):>15}{note}")
+    each = memory_model.checkpoint_bytes(own, sizes, config.training.dtype)
+    print(f"# a checkpoint {format_bytes(each)}")
 
 
 def _print_keys(config_class: type[Config]) -> None:

@@ -13,8 +13,8 @@ from mmldlm.cluster.env_propagation import propagated_variables, run_variables
 from mmldlm.cluster.hostfile import Node, write_hostfile
 from mmldlm.cluster.launcher_commands import deepspeed_command, mpi_command, srun_command
 from mmldlm.config.schema import Config
-from mmldlm.engines.deepspeed_config import resolve_stage
 from mmldlm.errors import UserError
+from mmldlm.preflight.memory_model import plan_of
 
 Facts = dict[str, dict[str, Any]]
 
@@ -130,10 +130,7 @@ class Context:
 
     def engine_plan(self) -> str:
         """Return the engine of the config as an entry of memory_model.PLANS."""
-        engine = self.config.engine.kind
-        if engine == "deepspeed":
-            return f"zero{resolve_stage(self.config)}"
-        return {"ddp": "zero0"}.get(engine, engine)
+        return plan_of(self.config)
 
     def master_address(self) -> str:
         """Return the address of the first node for the launcher.

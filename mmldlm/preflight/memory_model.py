@@ -6,10 +6,16 @@ Task.model_sizes.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
-from mmldlm.engines.deepspeed_config import MAX_LIVE
+from mmldlm.config.schema import Config
+from mmldlm.engines.deepspeed_config import (
+    MAX_LIVE,
+    bucket_elements,
+    max_live_elements,
+    resolve_stage,
+)
 
 GIB = 1 << 30
 # Memory of a process with torch loaded (measured: 0.35 GiB resident on CPU), and on a GPU of its
@@ -19,6 +25,61 @@ BASE_CPU, BASE_GPU = int(0.4 * GIB), int(1.2 * GIB)
 ALLOCATOR = 1.1
 # From most to least memory per rank.
 PLANS = ("single", "zero0", "zero1", "zero2", "zero3", "fsdp")
+
+
+def plan_of(config: Config) -> str:
+    """Return the engine of a config as an entry of PLANS.
+
+    Raises:
+        UserError: the config and its DeepSpeed JSON name different stages.
+    """
+    kind = config.engine.kind
+    if kind == "deepspeed":
+        return f"zero{resolve_stage(config)}"
+    return {"ddp": "zero0"}.get(kind, kind)
+
+
+def sizes_of_run(sizes: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return Task.model_sizes, and as "single_moment" the elements that Muon updates."""
+    is_muon = config.optimizer.kind == "muon"
+    return {**sizes, "single_moment": sizes.get("matrices", 0) if is_muon else 0}
+
+
+def rank_bytes(
+    config: Config,
+    sizes: dict,
+    world_size: int,
+    plan: str,
+    on_gpu: bool,
+    offload: Collection[str] = (),
+) -> int:
+    """Return what one rank of a run needs (`bytes_per_rank`) under its own plan or another one.
+
+    The settings of the run's engine apply to its own plan only.
+
+    Args:
+        sizes: From `sizes_of_run`.
+        world_size: Number of ranks of the run.
+        offload: As of `demand`.
+    """
+    engine, is_own = config.engine, plan == plan_of(config)
+    json_path = engine.deepspeed_config if is_own and engine.kind == "deepspeed" else None
+    # HSDP shards within each group of ranks.
+    replicas = engine.hsdp_replicas if is_own and plan == "fsdp" else 1
+    # The buckets of DDP are the gradients themselves.
+    has_buckets = plan.startswith("zero") and not (is_own and engine.kind == "ddp")
+    return bytes_per_rank(
+        plan,
+        sizes,
+        world_size // replicas,
+        config.training.dtype,
+        on_gpu,
+        bucket_elements(int(plan[4:]), on_gpu, json_path) if has_buckets else 0,
+        offload=offload,
+        accumulates=config.training.grad_accum_steps > 1,
+        max_live=max_live_elements(json_path),
+        shard_gradients=engine.shard_gradients,
+    )
 
 
 class Demand(NamedTuple):

@@ -62,7 +62,15 @@ def test_parameter_counts_of_the_presets():
         "model.mask_token_id=103",
         "model.pad_token_id=0",
     ]
-    expected = {"mmdit": 0.9e9, "mmdit_1b": 1.1e9, "mmdit_300m": 0.31e9, "small": 0.11e9}
+    expected = {
+        "small": 0.11e9,
+        "mmdit_300m": 0.31e9,
+        "mmdit": 0.9e9,
+        "mmdit_1b": 1.1e9,
+        "mmdit_3b": 3.1e9,
+        "mmdit_8b": 8.1e9,
+        "mmdit_20b": 19.8e9,
+    }
     for name, count in expected.items():
         with torch.device("meta"):
             model = MultimodalMMDiT(

@@ -21,6 +21,7 @@ from mmldlm.engines.deepspeed_config import merged_config, read_json
 from mmldlm.errors import UserError
 from mmldlm.preflight.check import check, fail, ok, skip
 from mmldlm.preflight.context import Context
+from mmldlm.preflight.memory_model import sizes_of_run
 from mmldlm.tasks.registry import load_config
 from mmldlm.utils.entry_point import module_command
 
@@ -122,10 +123,9 @@ def measure(config, world_size: int) -> dict:
     facts["shape"] = data.shape()
     facts["config"] = config.model_dump(mode="json")
     try:
-        facts.update(task.model_sizes(config, facts["longest"]) or {})
+        facts.update(sizes_of_run(task.model_sizes(config, facts["longest"]) or {}, config))
     except UserError as error:
         facts["engine_error"] = _to_json(error)
-    facts["single_moment"] = facts.get("matrices", 0) if config.optimizer.kind == "muon" else 0
     return facts
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmldlm.engines.deepspeed_config import bucket_elements, max_live_elements, offloaded
+from mmldlm.engines.deepspeed_config import offloaded
 from mmldlm.errors import UserError
 from mmldlm.preflight import memory_model
 from mmldlm.preflight.check import check, fail, ok, skip, warn
@@ -46,7 +46,14 @@ def memory_fits(context):
     # Without a GPU, offloaded tensors would stay in the same memory.
     offloaded = _offloaded(context) if on_gpu else {}
     needed = {
-        other: _rank_bytes(context, other, on_gpu, offloaded if other == plan else ())
+        other: memory_model.rank_bytes(
+            context.config,
+            context.data_facts,
+            context.world_size,
+            other,
+            on_gpu,
+            offloaded if other == plan else (),
+        )
         for other in memory_model.PLANS
     }
     name = f"{plan} with offload" if offloaded else plan
@@ -107,39 +114,10 @@ def _fail_or_warn(context):
     return fail if context.local or context.level > 0 else warn
 
 
-def _rank_bytes(context, plan: str, on_gpu: bool, offloaded) -> int:
-    training, engine = context.config.training, context.config.engine
-    is_own = plan == context.engine_plan()
-    # HSDP shards within each group of ranks.
-    replicas = engine.hsdp_replicas if is_own and plan == "fsdp" else 1
-    json_path = engine.deepspeed_config if is_own and engine.kind == "deepspeed" else None
-    return memory_model.bytes_per_rank(
-        plan,
-        context.data_facts,
-        context.world_size // replicas,
-        training.dtype,
-        on_gpu,
-        _bucket(context, plan, on_gpu),
-        offload=offloaded,
-        accumulates=training.grad_accum_steps > 1,
-        max_live=max_live_elements(json_path),
-        shard_gradients=engine.shard_gradients,
-    )
-
-
 def _offloaded(context) -> dict[str, str]:
     """Return "optimizer" and "param" -> device of what the DeepSpeed JSON offloads."""
     engine, plan = context.config.engine, context.engine_plan()
     return offloaded(int(plan[4:]), engine.deepspeed_config) if engine.kind == "deepspeed" else {}
-
-
-def _bucket(context, plan: str, on_gpu: bool) -> int:
-    """Return the elements of a DeepSpeed bucket; the run's JSON applies to its own stage only."""
-    engine, is_own = context.config.engine, plan == context.engine_plan()
-    if not plan.startswith("zero") or (is_own and engine.kind != "deepspeed"):
-        # The buckets of DDP are the gradients themselves.
-        return 0
-    return bucket_elements(int(plan[4:]), on_gpu, engine.deepspeed_config if is_own else None)
 
 
 def _smallest_memory(context, of_hosts: bool = False) -> tuple[str, float, bool] | None:
