@@ -100,6 +100,8 @@ class Soak:
         save_freq = max(args.steps // 80, 5)
         self.words = [
             *_runs.settings(args.data, folder, engine, RANKS),
+            "training.train_batch_size=2",
+            "training.grad_accum_steps=1",
             f"training.num_train_steps={args.steps}",
             f"logging.save_freq={save_freq}",
             f"logging.eval_freq={2 * save_freq}",

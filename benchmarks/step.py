@@ -458,6 +458,41 @@ def growth(args) -> tuple[list[dict], dict]:
     return claims, {"growth": rows}
 
 
+# -- checkpointing
+# -------------------------------------------------------------------------------------------------
+
+
+def checkpointing(args) -> tuple[list[dict], dict]:
+    """What model.gradient_checkpointing costs in time and saves in activations (fp32)."""
+    shape = Shape("S1024 B2", depth=12, width=384, length=1024, batch=2)
+    if args.quick:
+        shape = replace(shape, depth=8, width=64, length=64, vocab=500)
+    settings = (False, 4, 2, True)
+    variants = {
+        every: Ours(shape, torch.float32, gradient_checkpointing=every) for every in settings
+    }
+    times = time_variants(variants, args.rounds)
+    kept = {every: saved_bytes(variant) for every, variant in variants.items()}
+    plain, rows = times[False]["passes_cpu"], []
+    print(f"{shape.name}, depth {shape.depth}, width {shape.width}, fp32")
+    for every in settings:
+        seconds = times[every]["passes_cpu"]
+        print(
+            f"  model.gradient_checkpointing={str(every).lower():6} {1e3 * seconds:7.0f} CPU ms"
+            f" ({seconds / plain:.2f}), {kept[every] / 2**20:6.0f} MiB kept for the backward pass"
+            f" ({kept[every] / kept[False]:.2f})"
+        )
+        rows.append({"every": every, "seconds": seconds, "bytes": kept[every]})
+    ratios = [times[every]["passes_cpu"] / plain for every in (2, True)]
+    claims = [
+        _report.claim("checkpointed_half_time", ratios[0], "<=", 1.2, measured=True),
+        _report.claim("checkpointed_time", ratios[1], "<=", 1.35, measured=True),
+        _report.claim("checkpointed_half_bytes", kept[2] / kept[False], "<=", 0.6),
+        _report.claim("checkpointed_bytes", kept[True] / kept[False], "<=", 0.2),
+    ]
+    return claims, {"checkpointing": rows}
+
+
 # -- one GPU
 # -------------------------------------------------------------------------------------------------
 
@@ -559,6 +594,11 @@ def main() -> int:
         "--growth", action="store_true", help="only: time against batch, length, depth and width"
     )
     parser.add_argument(
+        "--checkpointing",
+        action="store_true",
+        help="only: time and activations with model.gradient_checkpointing",
+    )
+    parser.add_argument(
         "--peak-tflops", type=float, help="peak of the device, where the table lacks it"
     )
     parser.add_argument("--json", help="write conditions and claims here")
@@ -576,6 +616,8 @@ def main() -> int:
         claims, more = gpu_claims(args)
     elif args.growth:
         claims, more = growth(args)
+    elif args.checkpointing:
+        claims, more = checkpointing(args)
     else:
         missing = missing_peers()
         if missing:

@@ -8,7 +8,7 @@ counts against the storages that autograd keeps.
 from __future__ import annotations
 
 from mmldlm.models.flops import FREQUENCIES, latent_rows
-from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.models.mmdit_config import ModelConfig, recomputed_blocks
 from mmldlm.models.plain_config import PlainConfig
 from mmldlm.utils.validation import not_none
 
@@ -21,19 +21,16 @@ def mmdit_activation_bytes(model: ModelConfig, batch: int, length: int, dtype: s
     weights.
 
     Counted from mmldlm/models/fused_block.py, which keeps products of matrices only, and no
-    masks of dropout. With gradient checkpointing: every block's inputs, and the whole of the one
-    block that is being computed again.
+    masks of dropout. With gradient checkpointing: the inputs of the blocks that run again, and the
+    whole of one of them.
     """
     size = 4 if dtype == "fp32" else 2
     width, mlp = model.hidden_size, int(model.hidden_size * model.mlp_ratio)
     tokens = length + latent_rows(model)
     block = mmdit_block_bytes(model, batch, length, dtype)
-    inputs = batch * tokens * width * size
-    if model.gradient_checkpointing:
-        blocks = model.n_blocks * inputs + block
-    else:
-        # The last block has both branches and the MLP of the scored half alone.
-        blocks = model.n_blocks * block - batch * length / 2 * size * (2 * width + mlp)
+    # The last block has both branches and the MLP of the scored half alone.
+    last = block - batch * length / 2 * size * (2 * width + mlp)
+    blocks = _kept_by_blocks(model, block, last, inputs=batch * tokens * width * size)
     # Rows of the scored half, their norm and modulation; then the norm of the latents' head and
     # its input.
     head = 2.5 * length * width + 8 * width
@@ -50,6 +47,21 @@ def mmdit_activation_bytes(model: ModelConfig, batch: int, length: int, dtype: s
     )
     outside += regression_bytes(model, batch, dtype)
     return int(blocks + outside)
+
+
+def _kept_by_blocks(
+    model: ModelConfig | PlainConfig, block: float, last: float, inputs: float
+) -> float:
+    """Bytes of all blocks as the backward pass begins or runs the last of them again.
+
+    Args:
+        block: Bytes of a block that is not checkpointed.
+        last: The same of the last block.
+        inputs: Bytes of a block's inputs.
+    """
+    again = recomputed_blocks(model.gradient_checkpointing, model.n_blocks)
+    kept = len(again) * inputs + (model.n_blocks - len(again)) * block
+    return kept + block if model.n_blocks - 1 in again else kept - block + last
 
 
 def mmdit_block_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> int:
@@ -128,13 +140,9 @@ def plain_activation_bytes(
     block = batch * rows * (size * width * (attention + out + cross + mlp) + weights + dropped)
     block += batch * memory * size * width * (12 if low else 8) if crosses else 0
     scored_rows = length * scored_share
-    if model.gradient_checkpointing:
-        blocks = model.n_blocks * batch * rows * width * size + block
-    else:
-        # The last block computes what is behind attention for the scored rows alone.
-        blocks = model.n_blocks * block - batch * (rows - scored_rows) * size * width * (
-            mlp + (0 if crosses else out)
-        )
+    # The last block computes what is behind attention for the scored rows alone.
+    last = block - batch * (rows - scored_rows) * size * width * (mlp + (0 if crosses else out))
+    blocks = _kept_by_blocks(model, block, last, inputs=batch * rows * width * size)
     head = batch * scored_rows * size * norm * width
     latent_values = model.num_latents * not_none(model.latent_dim)
     inputs = batch * size * (rows * width + latent_values + 12 * model.cond_width)

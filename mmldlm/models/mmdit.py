@@ -53,7 +53,7 @@ from mmldlm.models.layers import (
     modulate,
     random_parameter,
 )
-from mmldlm.models.mmdit_config import ModelConfig
+from mmldlm.models.mmdit_config import ModelConfig, recomputed_blocks
 from mmldlm.models.packing import (
     Packing,
     PackingShape,
@@ -573,13 +573,16 @@ class MultimodalMMDiT(BaseTransformer):
         dropout: RowDropout | None,
     ) -> Tensor:
         """[R, H] -> [Q, H], the rows of the output packing."""
-        recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
+        checkpointed = range(0)
+        if torch.is_grad_enabled():
+            checkpointed = recomputed_blocks(self.config.gradient_checkpointing, len(self.blocks))
         # Compiled, the last block would need a graph of its own: minutes for a fraction of one
         # block.
         last = None if self._blocks_are_compiled else self.blocks[-1]
         for layer, block in enumerate(self.blocks):
             layer_dropout = None if dropout is None else dropout.of_layer(layer)
             layer_outputs = outputs if block is last else None
+            recompute = layer in checkpointed
             arguments = (rows, condition, packing, recompute, layer_outputs, layer_dropout)
             # A fused block saves its inputs only by itself.
             if recompute and (self._blocks_are_compiled or not block.runs_fused()):

@@ -14,6 +14,8 @@ Grid: TypeAlias = Annotated[
     list[Annotated[int, Field(ge=1, le=MAX_COUNT)]], Field(min_length=2, max_length=2)
 ]
 
+Checkpointing: TypeAlias = bool | Annotated[int, Field(ge=1, le=10_000)]
+
 
 class ModelConfig(Section):
     """The MMDiT: shape, vocabulary and switches.
@@ -81,10 +83,10 @@ class ModelConfig(Section):
     """In training, the fraction of the elements of each block's attention output and MLP output
     that is set to 0. The masks are functions of seed, epoch, sample and position: equal on every
     engine and number of ranks, and after a resume."""
-    gradient_checkpointing: Annotated[bool, OnResume.REPORT] = False
+    gradient_checkpointing: Annotated[Checkpointing, OnResume.REPORT] = False
     """Keep only the rows between blocks and run each block again in the backward pass: a third
-    more work for about a tenth of the memory. Off, blocks still recompute what is cheap (norms,
-    modulation, GELU, rotation)."""
+    more work for about a tenth of the memory. A number n: only every n-th block. Off, blocks still
+    recompute what is cheap (norms, modulation, GELU, rotation)."""
     vocab_size: Annotated[int | None, FilledFromData()] = Field(None, ge=3, le=MAX_COUNT)
     """Vocabulary V. None: taken from the tokenizer."""
     mask_token_id: Annotated[int | None, FilledFromData()] = Field(None, ge=0, le=MAX_COUNT)
@@ -163,6 +165,11 @@ class ModelConfig(Section):
                 "set model.latent_rope=false; latents that have an order:"
                 f" model.latent_grid=[1,{self.num_latents}]",
             )
+
+
+def recomputed_blocks(gradient_checkpointing: Checkpointing, num_blocks: int) -> range:
+    """Return the blocks that run again in the backward pass: all, every n-th, or none."""
+    return range(0, num_blocks if gradient_checkpointing else 0, int(gradient_checkpointing) or 1)
 
 
 def check_heads(hidden_size: int, n_heads: int) -> None:

@@ -30,6 +30,7 @@ from mmldlm.models.layers import (
     modulate,
     random_parameter,
 )
+from mmldlm.models.mmdit_config import recomputed_blocks
 from mmldlm.models.packing import packed_values, rows_of_positions
 from mmldlm.models.plain_config import PlainConfig
 from mmldlm.models.plain_layout import (
@@ -626,7 +627,9 @@ class PlainTransformer(BaseTransformer):
         dropout: RowDropout | None,
     ) -> Tensor:
         """[R, H] -> [Q, H], the kept rows."""
-        recompute = self.config.gradient_checkpointing and torch.is_grad_enabled()
+        checkpointed = range(0)
+        if torch.is_grad_enabled():
+            checkpointed = recomputed_blocks(self.config.gradient_checkpointing, len(self.blocks))
         crosses = self.config.conditioning == "cross_attention"
         # Compiled, the last block would need a graph of its own.
         last = None if self._blocks_are_compiled else len(self.blocks) - 1
@@ -643,7 +646,7 @@ class PlainTransformer(BaseTransformer):
                 kept if i == last else None,
                 layer_dropout,
             )
-            if recompute:
+            if i in checkpointed:
                 # There are no random numbers to keep, and reading their state would make the host
                 # wait.
                 rows = checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False)

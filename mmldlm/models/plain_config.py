@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from mmldlm.config.section import MAX_COUNT, MAX_WIDTH, FilledFromData, OnResume, Section
-from mmldlm.models.mmdit_config import check_heads, check_mlp_width
+from mmldlm.models.mmdit_config import Checkpointing, check_heads, check_mlp_width
 
 Conditioning = Literal["none", "prefix", "adaln", "cross_attention"]
 DEFAULT_COND_DIM, DEFAULT_TOKENS_PER_LATENT = 256, 4
@@ -75,8 +75,9 @@ class PlainConfig(Section):
     """In training, the fraction of the elements of each block's attention outputs and MLP output
     that is set to 0. The masks are functions of seed, epoch, sample and position: equal on every
     engine and number of ranks, and after a resume."""
-    gradient_checkpointing: Annotated[bool, OnResume.REPORT] = False
-    """Keep only the rows between blocks and run each block again in the backward pass."""
+    gradient_checkpointing: Annotated[Checkpointing, OnResume.REPORT] = False
+    """Keep only the rows between blocks and run each block again in the backward pass. A number n:
+    only every n-th block."""
     vocab_size: Annotated[int | None, FilledFromData()] = Field(None, ge=3, le=MAX_COUNT)
     """Vocabulary V. None: taken from the tokenizer."""
     extra_input_tokens: Annotated[int, FilledFromData()] = Field(0, ge=0, le=MAX_COUNT)

@@ -21,7 +21,7 @@ def run(tmp_path, *words: str, codes=(0,)) -> tuple[dict, str]:
     return json.loads(report.read_text()), done.stdout
 
 
-def test_the_gpu_part_and_growth_run_on_a_cpu(tmp_path):
+def test_the_gpu_part_growth_and_checkpointing_run_on_a_cpu(tmp_path):
     """The script is ready for the day a GPU is lent; without one it claims no utilization."""
     report, output = run(tmp_path, "--gpu-form", "--rounds", "1")
     (row,) = report["conditions"]["gpu_rows"]
@@ -35,6 +35,8 @@ def test_the_gpu_part_and_growth_run_on_a_cpu(tmp_path):
     assert report["claims"][0]["id"] == "mfu" and 0 < report["claims"][0]["value"] < 1
     report, _ = run(tmp_path, "--growth", "--quick")
     assert [claim["id"] for claim in report["claims"]] == ["growth_batch"]
+    report, _ = run(tmp_path, "--checkpointing", "--quick")
+    assert [row["every"] for row in report["conditions"]["checkpointing"]] == [False, 4, 2, True]
 
 
 def test_quick(tmp_path):

@@ -66,6 +66,17 @@ def test_gradient_checkpointing_keeps_a_blocks_input_alone():
     assert kept[1] - kept[0] == rows * SMALL.width * 4
 
 
+def test_every_nth_block_is_checkpointed():
+    """Of four blocks, the inputs of two and two whole ones."""
+
+    def kept(depth: int, every: int | bool) -> int:
+        shape = replace(SMALL, depth=depth)
+        return saved_bytes(Ours(shape, torch.float32, gradient_checkpointing=every))
+
+    inputs = kept(3, True) - kept(2, True)
+    assert kept(4, 2) == kept(2, False) + 2 * inputs
+
+
 def test_no_row_of_padding_is_projected():
     """The blocks' products see the real tokens and the latents only, the head the scored tokens
     only.

@@ -252,14 +252,15 @@ def loss_of(model):
 
 def test_gradient_checkpointing_changes_no_gradient():
     grads = []
-    for switch in (False, True):
+    for switch in (False, True, 2):
         model = make(gradient_checkpointing=switch).train()
         loss_of(model).backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
     for name in grads[0]:
-        assert (grads[0][name] is None) == (grads[1][name] is None)
-        if grads[0][name] is not None:
-            torch.testing.assert_close(grads[0][name], grads[1][name])
+        for found in grads[1:]:
+            assert (grads[0][name] is None) == (found[name] is None)
+            if grads[0][name] is not None:
+                torch.testing.assert_close(found[name], grads[0][name])
 
 
 def test_gradients_reach_every_parameter():

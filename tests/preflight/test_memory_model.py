@@ -189,6 +189,8 @@ def kept_for_backward(config, length) -> int:
         ("small", 64, "training.train_batch_size=4", "model.dropout=0.1"),
         ("mmdit", 128, "training.train_batch_size=2", "model.tokens_per_latent=9"),
         ("small", 64, "training.train_batch_size=4", "task=corrector"),
+        ("small", 64, "model.n_blocks=6", "model.gradient_checkpointing=2"),
+        ("small", 64, "model.n_blocks=6", "model.gradient_checkpointing=4"),
         ("tiny", 12, "model.num_latents=16", "model.tokens_per_latent=1"),
         (
             "small",
@@ -241,6 +243,7 @@ def kept_for_backward(config, length) -> int:
 )
 def test_activations(words, dtype):
     name, length, *more = words
+    # Of blocks that run again, none is the last one here.
     config = configured(
         name, f"training.dtype={dtype}", "model.gradient_checkpointing=false", *more
     )

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from mmldlm.config.load import to_yaml
 from mmldlm.engines.deepspeed_config import merged_config, read_json
@@ -22,6 +23,7 @@ from mmldlm.errors import UserError
 from mmldlm.preflight.check import check, fail, ok, skip
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.memory_model import sizes_of_run
+from mmldlm.tasks.base import Task
 from mmldlm.tasks.registry import load_config
 from mmldlm.utils.entry_point import module_command
 
@@ -124,9 +126,25 @@ def measure(config, world_size: int) -> dict:
     facts["config"] = config.model_dump(mode="json")
     try:
         facts.update(sizes_of_run(task.model_sizes(config, facts["longest"]) or {}, config))
+        facts["checkpointed"] = _checkpointed_sizes(task, config, facts["longest"])
     except UserError as error:
         facts["engine_error"] = _to_json(error)
     return facts
+
+
+def _checkpointed_sizes(task: Task, config: Any, longest: int) -> dict[str, dict]:
+    """Return n -> what differs in the sizes of the model with model.gradient_checkpointing=n, from
+    the least work to the least memory; {} where it is on or unknown.
+    """
+    if getattr(config.model, "gradient_checkpointing", True):
+        return {}
+    found = {}
+    for every in (4, 2, 1):
+        changed = config.model_copy(deep=True)
+        changed.model.gradient_checkpointing = every
+        sizes = task.model_sizes(changed, longest) or {}
+        found[str(every)] = {key: sizes[key] for key in ("activations", "working") if key in sizes}
+    return found
 
 
 def _cpu_has_fp16() -> bool:

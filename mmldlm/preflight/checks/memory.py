@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from mmldlm.engines.deepspeed_config import offloaded
 from mmldlm.errors import UserError
 from mmldlm.preflight import memory_model
@@ -45,17 +47,14 @@ def memory_fits(context):
     plan = context.engine_plan()
     # Without a GPU, offloaded tensors would stay in the same memory.
     offloaded = _offloaded(context) if on_gpu else {}
-    needed = {
-        other: memory_model.rank_bytes(
-            context.config,
-            context.data_facts,
-            context.world_size,
-            other,
-            on_gpu,
-            offloaded if other == plan else (),
-        )
-        for other in memory_model.PLANS
-    }
+
+    def rank_bytes(other: str, changed: Mapping[str, float] | None = None) -> int:
+        sizes = {**context.data_facts, **(changed or {})}
+        offload = offloaded if other == plan else ()
+        world_size = context.world_size
+        return memory_model.rank_bytes(context.config, sizes, world_size, other, on_gpu, offload)
+
+    needed = {other: rank_bytes(other) for other in memory_model.PLANS}
     name = f"{plan} with offload" if offloaded else plan
     measured = (
         f"{name} needs {format_bytes(needed[plan])} per rank; {location} has"
@@ -67,9 +66,19 @@ def memory_fits(context):
     if needed[plan] <= USABLE * available:
         fix = f"watch the memory of the first steps; per rank: {table}"
         return warn(measured, "some spare memory (allocators fragment)", fix)
-    fitting = [other for other in memory_model.PLANS[1:] if needed[other] <= USABLE * available]
-    if fitting:
-        fix = f"use {fitting[0]} (engine.zero_stage or engine.kind)"
+    fixes = [
+        f"use {other} (engine.zero_stage or engine.kind)"
+        for other in memory_model.PLANS[1:]
+        if needed[other] <= USABLE * available
+    ][:1]
+    for every, sizes in context.data_facts.get("checkpointed", {}).items():
+        then = rank_bytes(plan, sizes)
+        if then <= USABLE * available:
+            key = "model.gradient_checkpointing"
+            fixes.append(f"set {key}={every} ({name} then needs {format_bytes(then)})")
+            break
+    if fixes:
+        fix = ", or ".join(fixes)
     else:
         fix = "lower training.train_batch_size, set model.gradient_checkpointing=true, "
         if context.config.training.grad_accum_steps > 1 and plan == "fsdp":

@@ -95,3 +95,33 @@ def test_offloaded_tensors_count_on_the_host(tmp_path):
         verdicts(40 * GIB, **both)[1].status == FAIL
     )  # 16 and 2 bytes of a third of the weights: 56 GiB
     assert verdicts(40 * GIB, offload_optimizer={"device": "nvme"})[1].status == SKIP
+
+
+def test_the_least_checkpointing_that_fits_is_named():
+    """Where no other stage helps, because activations take the memory."""
+    plain = {
+        "trainable": 10**9,
+        "frozen": 0,
+        "largest_block": 10**7,
+        "activations": 40 * GIB,
+        "working": GIB,
+        "logits_gpu": 0,
+    }
+    context = make_context(gpus=gpus(gpu(memory_free=30 * GIB)))
+    context.config = build_config({"engine": {"zero_stage": 2}, "training": {"dtype": "bf16"}})
+    context.data_facts = {
+        **plain,
+        "checkpointed": {
+            "4": {"activations": 31 * GIB, "working": GIB},
+            "2": {"activations": 15 * GIB, "working": GIB},
+            "1": {"activations": 4 * GIB, "working": GIB},
+        },
+    }
+    (found,) = run("MEM001", context).values()
+    assert found.status == FAIL
+    assert found.fix.startswith("set model.gradient_checkpointing=2 (zero2 then needs 2")
+    context.config.engine.zero_stage = 1
+    context.data_facts["activations"] = 20 * GIB  # which fits under another engine, too
+    (found,) = run("MEM001", context).values()
+    assert found.fix.startswith("use fsdp (")
+    assert "or set model.gradient_checkpointing=1 (zero1 then needs" in found.fix
