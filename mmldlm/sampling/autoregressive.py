@@ -283,7 +283,7 @@ def write_texts(
             points = (
                 None
                 if latents is None
-                else model.scale_latents(latents[rows].to(device_of(model)))
+                else model.scale_latents(latents[first : first + size].to(device_of(model)))
             )
             part = _write_batch(model, points, rows, sampler, drawn, top_p, beams, seed, recorder)
             samples.num_rows += part.num_rows

@@ -60,6 +60,12 @@ class DecodingState:
         has_token = (self.real & ~self.is_last & ~self.undecided).any(1)
         self.write_eos((has_token | (lengths == 1))[:, None])
 
+    def exclude_special_tokens(self, logits: Tensor) -> None:
+        """Set the logits [M, V] of [MASK], padding and EOS to -inf, in place."""
+        # Column by column: a list of indices would be copied to the device at every pass.
+        for token in (self.mask_token_id, self.pad_token_id, self.eos_token_id):
+            logits[:, token] = float("-inf")
+
     def masked_share(self) -> Tensor:
         """Return the masked fraction of each text, EOS counted as in training: [B] fp64."""
         return ((self.tokens == self.mask_token_id) & self.real).sum(1) / self.lengths.double()

@@ -80,7 +80,7 @@ class _Denoiser:
             null = self.model(text, None, query).text.logits
             logits = null + self.guidance * (logits - null)
         is_last = state.is_last.flatten()[positions]
-        logits[:, [state.mask_token_id, state.pad_token_id, state.eos_token_id]] = float("-inf")
+        state.exclude_special_tokens(logits)
         logits.masked_fill_(is_last[:, None], float("-inf"))
         logits[:, state.eos_token_id].masked_fill_(is_last, 0.0)
         check_finite(logits.amax(-1))

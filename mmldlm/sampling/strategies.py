@@ -160,8 +160,7 @@ class TextStrategy(ABC):
 
     def exclude(self, logits: Tensor) -> None:
         """Exclude special tokens, in place: logits [M, V]."""
-        state = self.state
-        logits[:, [state.mask_token_id, state.pad_token_id, state.eos_token_id]] = float("-inf")
+        self.state.exclude_special_tokens(logits)
 
     def add_to_present(self, positions: Tensor, logits: Tensor, nats: float) -> None:
         """Add to the logits [M, V] of tokens that stand in the text of each position, in place."""

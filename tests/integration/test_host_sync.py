@@ -15,6 +15,7 @@ import torch
 from torch.utils import cpp_extension
 
 from tests.support.helpers import launch
+from tests.support.toy_models import checkpoint  # noqa: F401 (a fixture)
 
 SUPPORT = Path(__file__).resolve().parents[1] / "support"
 
@@ -52,3 +53,20 @@ def test_a_step_never_makes_the_host_wait(library, store):
     assert done.returncode == 0, done.stdout[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) == 16 and all(seen == [] for seen in found.values()), found
+
+
+def test_results_on_a_pretended_gpu_are_those_of_the_cpu(library, checkpoint, store, tmp_path):  # noqa: F811
+    """Samplers; training with a skip, an evaluation and a resume: what a GPU refuses is an error,
+    all values are those of the CPU.
+    """
+    worker = str(SUPPORT / "pretended_gpu_worker.py")
+    done = launch(
+        [sys.executable, worker, str(library), str(checkpoint), str(store), str(tmp_path)]
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found.pop("a mixture").startswith(
+        "RuntimeError: add.Tensor on tensors of cuda:0 and cpu"
+    )
+    wrong = {name: result for name, result in found.items() if result != "equal"}
+    assert len(found) == 21 and not wrong, wrong

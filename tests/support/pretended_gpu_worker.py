@@ -1,0 +1,256 @@
+"""Samplers and training with its evaluation on a pretended GPU and on the CPU: the same results,
+and no operation that a GPU refuses.
+
+python tests/support/pretended_gpu_worker.py LIBRARY CHECKPOINT STORE FOLDER
+
+LIBRARY: fake_cuda.cpp, compiled; CHECKPOINT: a converted folder of a translation model. Prints one
+JSON object, case -> "equal" or what went wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import json
+import math
+import sys
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+SMALL = ["model.hidden_size=32", "model.n_blocks=2", "model.n_heads=2"]
+# Runs: preset, words.
+RUNS: dict[str, tuple[str, list[str]]] = {
+    "MMDiT": ("tiny", ["model.gradient_checkpointing=2", "model.dropout=0.1"]),
+    "Muon": ("tiny", ["optimizer.kind=muon", "model.tie_embeddings=true"]),
+    "AR": ("ar", []),
+    "latent DiT": ("latent_dit_adaln", []),
+    "GIDD": ("gidd", []),
+    "HDLM": ("hdlm", ["text_diffusion.num_clusters=6"]),
+}
+# Ends of the names of what is compared in logs.
+COMPARED = ("loss", "norm", "lr", "skipped", "nelbo", "mse", "nll", "accuracy")
+
+
+def pretend(library: str) -> None:
+    """Give torch a CUDA device by name, before it is imported."""
+    assert "torch" not in sys.modules
+    ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
+    import torch
+
+    def without_inference(mode: Any = True) -> Any:
+        # Views of parameters cannot be wrapped in inference mode.
+        return torch.no_grad()(mode) if callable(mode) else torch.set_grad_enabled(not mode)
+
+    torch.inference_mode = without_inference
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    for name, value in {
+        "_lazy_init": None,
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "set_device": None,
+        "synchronize": None,
+        "empty_cache": None,
+        "max_memory_allocated": 0,
+        "reset_peak_memory_stats": None,
+        "get_device_name": "pretended",
+        "get_device_capability": (7, 0),  # without varlen attention, which has no CPU kernel
+        "is_bf16_supported": True,
+    }.items():
+        setattr(torch.cuda, name, lambda *args, value=value, **kwargs: value)
+    torch.Tensor.pin_memory = lambda self, *args: self
+    make = torch.tensor
+
+    def make_and_move(*args: Any, device: Any = None, pin_memory: bool = False, **kwargs: Any):
+        # It would make the tensor on the device below every mode.
+        made = make(*args, **kwargs)
+        return made if device is None else made.to(device)
+
+    torch.tensor = make_and_move
+    torch.cuda.get_rng_state = lambda *args: torch.get_rng_state()
+    torch.cuda.set_rng_state = lambda state, *args: torch.set_rng_state(state)
+
+
+def samplers(checkpoint: str, device: str) -> dict[str, Callable[[], Any]]:
+    """Every sampler of every kind of model, on a device."""
+    import torch
+
+    from mmldlm.inference.load import load_pretrained
+    from mmldlm.sampling.autoregressive import write_texts
+    from mmldlm.sampling.joint import sample_joint
+    from mmldlm.sampling.latents import sample_latents
+    from mmldlm.sampling.posterior import sample_by_posterior
+    from mmldlm.sampling.settings import MASKED_SAMPLERS
+    from mmldlm.sampling.text import sample_lengths, sample_text
+    from mmldlm.tasks.image_codes.sampling import sample_codes, sample_codes_and_texts
+    from tests.sampling.test_autoregressive import make_model as make_causal_model
+    from tests.sampling.test_posterior import PROCESSES, model_of
+    from tests.tasks.image_codes.test_model import make_model as make_codes_model
+
+    pretrained = load_pretrained(checkpoint, device)
+    model, text = pretrained.model, pretrained.text_diffusion
+    latent = pretrained.latent_diffusion
+    points = torch.randn(5, 6, generator=torch.Generator().manual_seed(0)).to(device)
+    causal, codes = make_causal_model().to(device), make_codes_model().to(device)
+    found: dict[str, Callable[[], Any]] = {
+        name: partial(sample_text, model, points, diffusion=text, sampler=name)
+        for name in MASKED_SAMPLERS
+    }
+    guided = {"guidance": 2.0, "presence_penalty": 1.0, "temperature": 0.7, "top_p": 0.9}
+    found |= {
+        "guided": partial(sample_text, model, points, diffusion=text, steps=3, **guided),
+        "lengths": partial(sample_lengths, model, points, 3, diffusion=text, steps=3),
+        "latents": partial(sample_latents, model, None, num_samples=5, diffusion=latent, steps=3),
+        "joint": partial(
+            sample_joint, model, 5, text_diffusion=text, latent_diffusion=latent, steps=3
+        ),
+        "causal": partial(write_texts, causal, points[:, :4]),
+        "beam": partial(write_texts, causal, points[:, :4], sampler="beam"),
+        "codes": partial(sample_codes, codes, None, num_samples=5, steps=3),
+        "codes and texts": partial(
+            sample_codes_and_texts, codes, 5, text_diffusion=text, steps=3, batch_size=2
+        ),
+    }
+    for name, process in PROCESSES.items():
+        if name == "hdlm":
+            process = copy.copy(process).to(device)
+        found[f"posterior, {name}"] = partial(
+            sample_by_posterior, model_of().to(device), points, process, num_steps=3
+        )
+    return found
+
+
+def plain(result: Any) -> Any:
+    """A result as lists and dicts of numbers."""
+    import torch
+
+    if isinstance(result, torch.Tensor):
+        return result.detach().cpu().double().flatten().tolist()
+    if isinstance(result, (tuple, list)):
+        return [plain(part) for part in result]
+    return getattr(result, "tokens", result)
+
+
+def difference(found: Any, expected: Any, place: str = "") -> str | None:
+    """Where two results differ by more than rounding; None: nowhere.
+
+    Muon orthogonalizes in bf16 on a GPU.
+    """
+    if isinstance(expected, float) and isinstance(found, float):
+        is_equal = math.isclose(found, expected, rel_tol=1e-2, abs_tol=1e-5)
+    elif isinstance(expected, (dict, list)) and type(found) is type(expected):
+        if len(found) != len(expected):
+            return f"{place}: {len(found)} instead of {len(expected)} entries"
+        keys = expected if isinstance(expected, dict) else range(len(expected))
+        parts = (difference(found[key], expected[key], f"{place}.{key}") for key in keys)
+        return next(filter(None, parts), None)
+    else:
+        is_equal = found == expected
+    return None if is_equal else f"{place}: {found} instead of {expected}"
+
+
+def compare(call: Callable[[], Any], reference: Callable[[], Any]) -> str:
+    import torch
+
+    from tests.support.pretended_gpu import PretendedGpu
+
+    has_gpu = torch.cuda.is_available
+    try:
+        torch.cuda.is_available = lambda: False
+        expected = plain(reference())
+    finally:
+        torch.cuda.is_available = has_gpu
+    try:
+        with PretendedGpu():
+            found = plain(call())
+    except Exception as error:
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/mmldlm/" in f.filename]
+        where = (
+            f"{frames[-1].filename.split('/mmldlm/')[-1]}:{frames[-1].lineno}" if frames else ""
+        )
+        return f"{type(error).__name__}: {str(error).splitlines()[0][:200]} ({where})"
+    return difference(found, expected) or "equal"
+
+
+def train_twice(
+    store: str, folder: Path, *, name: str, preset: str, words: list[str]
+) -> list[Any]:
+    """Train three steps with a NaN in the second, resume for one more; return what was logged."""
+    from unittest import mock
+
+    from mmldlm.data.loader import MicroBatches
+    from mmldlm.tasks.registry import load_config
+    from mmldlm.train import check_run, train
+
+    make = MicroBatches.__getitem__
+
+    def poisoned(self, item):
+        batch = make(self, item)
+        if self.plan.shuffle and item == 1:
+            batch.length_weights.fill_(float("nan"))
+        return batch
+
+    for num_steps in (3, 4):
+        config = load_config(
+            preset,
+            None,
+            [
+                f"data.latent_data_root={store}",
+                "data.max_validation_samples=8",
+                f"logging.save_dir={folder}",
+                f"logging.run_name={name}",
+                "logging.plot=false",
+                "logging.layer_stats_freq=2",
+                "engine.kind=single",
+                "training.dtype=fp32",
+                "training.train_batch_size=4",
+                f"training.num_train_steps={num_steps}",
+                "training.resume=auto",
+                "optimizer.ema_decay=0.9",
+                *SMALL,
+                *words,
+            ],
+        )
+        with mock.patch.object(MicroBatches, "__getitem__", poisoned):
+            train(check_run(config, 1))
+    logs = []
+    for log in ("training_log.jsonl", "eval_log.jsonl"):
+        lines = (folder / name / log).read_text(encoding="utf-8").splitlines()
+        logs += [
+            {key: value for key, value in json.loads(line).items() if key.endswith(COMPARED)}
+            for line in lines
+        ]
+    return logs
+
+
+def mixture(device: str) -> Any:
+    """What a GPU refuses."""
+    import torch
+
+    return torch.ones(2, device=device) + torch.ones(2)
+
+
+def main() -> None:
+    library, checkpoint, store, folder = sys.argv[1:]
+    pretend(library)
+    from tests.support.pretended_gpu import PretendedGpu
+
+    on_cpu = samplers(checkpoint, "cpu")
+    with PretendedGpu():
+        on_gpu = samplers(checkpoint, "cuda:0")
+    found = {name: compare(call, on_cpu[name]) for name, call in on_gpu.items()}
+    for name, (preset, words) in RUNS.items():
+        train = partial(train_twice, store, name=name, preset=preset, words=words)
+        found[f"training, {name}"] = compare(
+            partial(train, Path(folder, "gpu")), partial(train, Path(folder, "cpu"))
+        )
+    found["a mixture"] = compare(partial(mixture, "cuda:0"), partial(mixture, "cpu"))
+    print("\n" + json.dumps(found))
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+    main()
