@@ -166,3 +166,10 @@ def test_a_package_that_pythonpath_puts_in_place_of_ours_is_named(tmp_path, name
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert str(tmp_path / "mine" / "numpy") in done.stderr and "unset PYTHONPATH" in done.stderr
+
+
+def test_the_package_is_a_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "mmldlm", "--version"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("mmldlm ")

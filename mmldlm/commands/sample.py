@@ -177,6 +177,9 @@ def _sample(args: argparse.Namespace, given: dict[str, Any], device: str, out: P
     settings |= {**samples.extra, "device": device}
     if samples.num_missing:
         settings["num_missing"] = samples.num_missing
+    if samples.is_interrupted and _owned_files(out):
+        out = out / "interrupted"  # a part does not replace what an earlier call completed
+        out.mkdir(exist_ok=True)
     with replaced_files(out, OWNED, args.overwrite) as folder:
         file_names = _write_files(samples, settings, folder, keeps_each=kind != "i2t")
     records = samples.records

@@ -897,6 +897,10 @@ def test_an_interrupt_keeps_the_finished_samples(
     assert [record["text"] for record in some] == [every[row]["text"] for row in (0, 2)]
     settings = json.loads((tmp_path / "some" / "settings.json").read_text())
     assert settings["num_missing"] == len(every) - 2
+    with pytest.raises(KeyboardInterrupt, match="kept in .*/all/interrupted, 1 are missing"):
+        run(*words, "--output-dir", tmp_path / "all", "--overwrite")
+    assert lines(tmp_path / "all") == every  # a part does not replace them
+    assert len(lines(tmp_path / "all" / "interrupted")) == 2
     if kind == "t2l":
         kept, complete = (np.load(tmp_path / name / "latents.npy") for name in ("some", "all"))
         np.testing.assert_allclose(kept, complete[[0, 2]], atol=1e-6)
