@@ -32,6 +32,7 @@ ORDER = (
     "commands",
     "train",
     "cli",
+    "__main__",
 )
 DISTRIBUTED = ("torch.distributed", "deepspeed", "mpi4py")
 LAZY = ("mpi4py", "wandb", "matplotlib")  # needed by few commands, slow or absent elsewhere
