@@ -188,6 +188,13 @@ def read_rng(path: Path) -> dict[str, Any] | None:
     return {"torch": cpu, "cuda": cuda}
 
 
+def write_rng(rng: dict[str, Any], folder: Path, rank: int) -> list[Path]:
+    """Write the random generators of a rank; return the files written."""
+    path = folder / f"rng_state_rank{rank}.pt"
+    torch.save(rng, path)
+    return [path]
+
+
 def restore_rng(rng: dict[str, Any] | None) -> None:
     """Make the generators continue from a checkpoint's."""
     if rng is None:
@@ -214,17 +221,19 @@ def read_files_to_keep(run: Run) -> dict[str, bytes]:
     return {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()} | files
 
 
-def write_metadata(path: Path, training_state: str, files_to_keep: dict[str, bytes]) -> None:
+def write_metadata(path: Path, training_state: str, files_to_keep: dict[str, bytes]) -> list[Path]:
     """Write everything next to the engine's files: state, config, model config, and files of the
-    data.
+    data. Return the files written.
 
     Args:
         files_to_keep: Result of read_files_to_keep.
     """
+    contents = {STATE_FILE: training_state.encode(), **files_to_keep}
     with naming_errors(path):
-        for name, content in {STATE_FILE: training_state.encode(), **files_to_keep}.items():
+        for name, content in contents.items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).write_bytes(content)
+    return [path / name for name in contents]
 
 
 def package_version(package: str) -> str:

@@ -34,6 +34,7 @@ from mmldlm.training.checkpoint_contents import (
     restore_rng,
     saved_shapes,
     write_metadata,
+    write_rng,
 )
 from mmldlm.training.run_folder import Run
 
@@ -270,7 +271,7 @@ class Checkpointer:
         try:
             pending = commit.begin(self.run_dir, step, self.engine, engine_folders(self.engine))
             failure: Exception | None = None
-            work: list[Callable[[], None]] = []
+            work: list[Callable[[], list[Path]]] = []
             try:
                 work = self._snapshot_writers(pending.path, self.config.checkpoints.async_save)
             except Exception as error:
@@ -281,9 +282,7 @@ class Checkpointer:
         except commit.CommitFailed as error:
             self._log_save_failure(step, error)
             return False
-        self._saving = PendingSave(
-            pending, self.state, [*work, pending.write_manifest_entry], self.engine.device
-        )
+        self._saving = PendingSave(pending, self.state, work, self.engine.device)
         if self.save_requested:
             self._clear_save_request()
         if not self.config.checkpoints.async_save:
@@ -374,9 +373,9 @@ class Checkpointer:
             self.folder.event("prune_failed", step=self.state.step, reason=str(error))
             self.folder.warning(f"old checkpoints could not be deleted: {error}")
 
-    def _snapshot_writers(self, path: Path, in_background: bool) -> list[Callable[[], None]]:
-        """Take hold of everything that this rank writes; what is returned writes it and touches no
-        live tensor.
+    def _snapshot_writers(self, path: Path, in_background: bool) -> list[Callable[[], list[Path]]]:
+        """Take hold of everything that this rank writes; what is returned writes it, touches no
+        live tensor, and returns the files.
         """
         # begin() has made the folder, and every rank has tried to write there.
         engine, average, folder = self.engine, self.average, path / ENGINE_FOLDER
@@ -391,7 +390,7 @@ class Checkpointer:
         }
         work = [
             lambda: engine.write(state["engine"], folder),
-            lambda: torch.save(rng, path / f"rng_state_rank{engine.rank}.pt"),
+            lambda: write_rng(rng, path, engine.rank),
         ]
         if average is not None:
             work.append(lambda: average.write(state["average"], folder))
