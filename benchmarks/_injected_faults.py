@@ -267,10 +267,10 @@ def vanished_folder():
 
     seal = PendingCheckpoint.write_manifest_entry
 
-    def sealing(self):
+    def sealing(self, written=()):
         if rank() == 1 and self.step == LOST_STEP:
             os.rename(self.path, own_folder() / "moved")
-        seal(self)
+        seal(self, written)
 
     with mock.patch.object(PendingCheckpoint, "write_manifest_entry", sealing):
         yield

@@ -1,4 +1,5 @@
-"""Costs that grow with the job: what one rank, or the head of a preflight, does at 1,024 ranks.
+"""Costs that grow with the job, what one rank or the head of a preflight does at 1,024 ranks, and
+with its data, the plan of a billion samples.
 
     python benchmarks/scale.py [--quick] [--json FILE]
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import _report
+import _scale_checkpoints
 import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,6 +35,7 @@ ACCUM, MICRO_BATCH, LATENT_DIM = 32, 4, 384
 # Checks whose cost grew with the square or cube of the nodes.
 COMPARED = ("DATA003", "VER001", "VER002", "NET001", "NET002", "NET007", "ENV002", "GPU001")
 LARGE_STORE = 2 << 30  # bytes; only blocks of it are compared
+RANKS_OF_A_NODE, PLAN_BATCH = 8, 4096
 
 
 def growth(sizes: list[int], costs: list[float]) -> str:
@@ -59,9 +62,9 @@ class DrawnTexts:
         return Rows(tokens, np.tile(self.latent, (len(indices), 1)))
 
 
-def batch_milliseconds(num_ranks: int) -> float:
+def batch_milliseconds(num_ranks: int) -> tuple[float, float]:
     """Return the CPU milliseconds of one rank for the micro-batches of a step, between two windows
-    of the plan.
+    of the plan, and for a window, of which every 64th step makes one.
     """
     from mmldlm.data.batch_plan import BatchPlan
     from mmldlm.data.loader import MicroBatches
@@ -69,26 +72,80 @@ def batch_milliseconds(num_ranks: int) -> float:
     from mmldlm.tasks.translation.noiser import Noiser
 
     global_batch = num_ranks * ACCUM * MICRO_BATCH
-    lengths = np.random.default_rng(1).integers(8, 64, 8 * global_batch, dtype=np.int32)
+    lengths = np.random.default_rng(1).integers(8, 64, 64 * global_batch, dtype=np.int32)
     tokens = ["model.mask_token_id=3", "model.pad_token_id=0", "model.eos_token_id=2"]
     config = load_config("tiny", None, [*tokens, f"model.latent_dim={LATENT_DIM}"])
     noiser = Noiser(config, np.zeros(LATENT_DIM, np.float32), np.ones(LATENT_DIM, np.float32))
     plan = BatchPlan(lengths, global_batch, 0)
     data = MicroBatches(DrawnTexts(lengths), plan, noiser, num_ranks // 2, num_ranks, ACCUM)
+    started = time.process_time()
     data[0]  # makes the window
+    window = (time.process_time() - started) * 1000
     found = []
     for step in range(1, 8):
         started = time.process_time()
         for item in range(step * ACCUM, (step + 1) * ACCUM):
             data[item]
         found.append((time.process_time() - started) * 1000)
-    return statistics.median(found)
+    return statistics.median(found), window
 
 
-def head_seconds(num_nodes: int) -> dict[str, float]:
-    """Return the CPU seconds of the head of a preflight for the checks that compare nodes, and for
-    the report; one node in 16 differs.
+def plan_costs(num_samples: int) -> dict[str, float]:
+    """Return what a rank takes to open the lengths of a store and to make its first global batch:
+    CPU seconds, and the MiB of memory of its own; with them the bytes per sample of a node's ranks
+    and of the file that they share.
     """
+    block = np.random.default_rng(3).integers(8, 512, 1 << 20).astype(np.uint16)
+    with tempfile.TemporaryDirectory(prefix="mmldlm_scale_") as folder:
+        path = Path(folder, "lengths.npy")
+        from mmldlm.data.arrays import NpyWriter
+
+        writer = NpyWriter(path, np.uint16)
+        for start in range(0, num_samples, len(block)):
+            writer.append(block[: num_samples - start])
+        writer.close()
+        seconds, mib = measured_alone("--plan", str(path))
+        shared = path.stat().st_size
+    of_node = shared + RANKS_OF_A_NODE * mib * 2**20
+    return {"seconds": seconds, "mib": mib, "bytes": of_node / num_samples}
+
+
+def plan_growth(path: str) -> tuple[float, float]:
+    """Make the plan of mapped lengths as a run does (`Store`, `lengths_in_use`) and its first
+    batch; return the CPU seconds, and the MiB by which the memory of this process alone grew.
+    """
+    from mmldlm.data.arrays import map_array
+    from mmldlm.data.batch_plan import BatchPlan
+    from mmldlm.data.lengths import Lengths
+
+    before, started = own_mib(), time.process_time()
+    lengths = Lengths([map_array(Path(path))], 511)
+    lengths.num_cut()
+    lengths = lengths[:None] + 1
+    lengths.max()
+    plan = BatchPlan(lengths, PLAN_BATCH, 0)
+    lengths[plan.batch(0).ids].sum()
+    return time.process_time() - started, own_mib() - before
+
+
+def measured_alone(*arguments: str) -> list[float]:
+    """Return the numbers that this script prints in a process of its own."""
+    command = [sys.executable, __file__, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [float(word) for word in done.stdout.split()]
+
+
+def head_costs(num_nodes: int) -> dict[str, float]:
+    """Return the costs of the head of a preflight for the checks that compare nodes, and for the
+    report; one node in 16 differs. CPU seconds, the longest line of the report, its lines, and the
+    MiB by which the process grew.
+    """
+    values = measured_alone("--head", str(num_nodes))
+    return dict(zip((*COMPARED, "parse", "report", "longest line", "lines", "MiB"), values))
+
+
+def head_growth(num_nodes: int) -> dict[str, float]:
+    """See head_costs."""
     from mmldlm.cluster.hostfile import Node
     from mmldlm.preflight.check import run_check
     from mmldlm.preflight.context import Context
@@ -103,23 +160,24 @@ def head_seconds(num_nodes: int) -> dict[str, float]:
     )  # fmt: skip
     context = Context(options, [Node(name, 8) for name in names])
     context.config = load_config("tiny")
-    for index, name in enumerate(names):
-        context.facts[name] = {
-            probe: {"value": value} for probe, value in node_facts(index).items()
-        }
     checks = {found.id: found for found in all_checks()}
-    seconds, results = {}, []
+    seconds, results, parsing, before = {}, [], 0.0, peak_mib()
+    for index, name in enumerate(names):
+        facts = {probe: {"value": value} for probe, value in node_facts(index).items()}
+        answer, started = json.dumps(facts), time.process_time()
+        context.facts[name] = json.loads(answer)
+        parsing += time.process_time() - started
     for id in COMPARED:
         started = time.process_time()
         results += run_check(checks[id], context)
         seconds[id] = time.process_time() - started
-    started = time.process_time()
+    seconds["parse"], started = parsing, time.process_time()
     out = io.StringIO()
     print_report(context, results, 1.0, out)
     seconds["report"] = time.process_time() - started
     lines = out.getvalue().splitlines()
     seconds["longest line"], seconds["lines"] = max(map(len, lines)), len(lines)
-    return seconds
+    return seconds | {"MiB": peak_mib() - before}
 
 
 def node_names(num_nodes: int) -> list[str]:
@@ -182,9 +240,7 @@ def plot_mib(mib: int) -> float:
                 log.write(json.dumps({"step": step, "loss": 1 + 1 / step, **record}) + "\n")
                 if step % 1000 == 0 and log.tell() > mib << 20:
                     break
-        command = [sys.executable, __file__, "--plot", folder]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        return float(done.stdout)
+        return measured_alone("--plot", folder)[0]
 
 
 def plot_growth(folder: str) -> float:
@@ -200,8 +256,17 @@ def plot_growth(folder: str) -> float:
 
 def peak_mib() -> float:
     """Return the most MiB that were resident in this process; getrusage counts its parent, too."""
+    return status_mib("VmHWM")
+
+
+def own_mib() -> float:
+    """Return the MiB of this process without the pages of mapped files, which others share."""
+    return status_mib("RssAnon")
+
+
+def status_mib(key: str) -> float:
     status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+    return int(status.split(f"{key}:")[1].split()[0]) / 1024
 
 
 def rank_gib(parameters: int = 8_000_000_000) -> dict[tuple[str, int], float]:
@@ -228,9 +293,30 @@ def rank_gib(parameters: int = 8_000_000_000) -> dict[tuple[str, int], float]:
     }
 
 
+def checkpoint_costs(sizes: list[int]) -> tuple[dict[str, list[dict[str, float]]], list[float]]:
+    """Print and return what a rank opens to resume, by engine, and what rank 0 does to commit."""
+    with tempfile.TemporaryDirectory(prefix="mmldlm_scale_") as folder:
+        source, resumes = _scale_checkpoints.make_source(Path(folder, "source")), {}
+        for target in _scale_checkpoints.TARGETS:
+            found = [
+                _scale_checkpoints.resume_costs(
+                    source, target, size, Path(folder, f"{target}_{size}")
+                )
+                for size in sizes
+            ]
+            for part in found[0]:
+                show(f"resume, {target}: {part}", "", sizes, [costs[part] for costs in found])
+            resumes[target] = found
+        commits = [
+            _scale_checkpoints.commit_seconds(size, Path(folder, f"run{size}")) for size in sizes
+        ]
+        show("rank 0 commits and prunes", "s", sizes, commits)
+    return resumes, commits
+
+
 def show(name: str, unit: str, sizes: list[int], costs: list[float]) -> None:
     """Print the costs at each size with their law."""
-    values = "  ".join(f"{size:>5}: {value:9.3f}" for size, value in zip(sizes, costs))
+    values = "  ".join(f"{size:>5.5g}: {value:9.3f}" for size, value in zip(sizes, costs))
     print(f"{name:34} {unit:4} {values}   {growth(sizes, costs)}", flush=True)
 
 
@@ -242,17 +328,30 @@ def main() -> int:
         "--quick", action="store_true", help="fewer ranks and nodes: the form only"
     )
     parser.add_argument("--json", help="write conditions and claims here")
-    parser.add_argument("--plot", help=argparse.SUPPRESS)
+    for part in ("plot", "plan", "head"):
+        parser.add_argument(f"--{part}", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.plot:
         print(plot_growth(args.plot))
         return 0
+    if args.plan:
+        print(*plan_growth(args.plan))
+        return 0
+    if args.head:
+        print(*head_growth(int(args.head)).values())
+        return 0
     sizes = [4, 16, 64] if args.quick else [64, 256, 1024]
-    batches = [batch_milliseconds(size) for size in sizes]
+    batches, windows = zip(*map(batch_milliseconds, sizes))
     show("a rank's batches, 32 accumulated", "ms", sizes, batches)
-    heads = [head_seconds(size) for size in sizes]
+    show("a rank's window, every 64th step", "ms", sizes, windows)
+    resumes, commits = checkpoint_costs(sizes)
+    samples = [10**5, 10**6, 10**7] if args.quick else [10**7, 10**8, 10**9]
+    plans = [plan_costs(num) for num in samples]
+    for part, unit in (("seconds", "s"), ("mib", "MiB"), ("bytes", "B")):
+        show(f"plan of so many samples: {part}", unit, samples, [plan[part] for plan in plans])
+    heads = [head_costs(size) for size in sizes]
     for part in heads[0]:
-        unit = "" if "line" in part else "s"
+        unit = "" if "line" in part or part == "MiB" else "s"
         show(f"head: {part}", unit, sizes, [head[part] for head in heads])
     answers = [answer_bytes(size) for size in sizes]
     show("a node's answer about all names", "B", sizes, answers)
@@ -262,16 +361,27 @@ def main() -> int:
     memory = rank_gib()
     for (name, ranks), gib in memory.items():
         print(f"8B, {name}, {ranks:,} ranks: {gib:.1f} GiB (derived)")
-    head = sum(heads[-1][part] for part in (*COMPARED, "report"))
+    head = sum(heads[-1][part] for part in (*COMPARED, "parse", "report"))
+    files = max(of_target[-1]["files"] for of_target in resumes.values())
+    # One that is the first of a window of the plan, and that commits a checkpoint.
+    slowest = (batches[-1] + windows[-1]) / 1000 + commits[-1]
     claims = [
         _report.claim("batch_ms_1024_ranks_accum_32", batches[-1], "<=", 30, measured=True),
-        _report.claim("preflight_compare_seconds_1024_nodes", head, "<=", 2, measured=True),
+        _report.claim("slowest_rank0_step_seconds_1024", slowest, "<=", 10, measured=True),
+        _report.claim("resume_files_opened_per_rank_1024", files, "<=", 16),
+        _report.claim(
+            "lengths_bytes_per_sample_and_node", plans[-1]["bytes"], "<=", 2.5, measured=True
+        ),
+        _report.claim("plan_seconds_1e9_samples", plans[-1]["seconds"], "<=", 2, measured=True),
+        _report.claim("plan_mib_1e9_samples", plans[-1]["mib"], "<=", 300, measured=True),
+        _report.claim("preflight_head_cpu_seconds_1024_nodes", head, "<=", 10, measured=True),
+        _report.claim("preflight_head_mib_1024_nodes", heads[-1]["MiB"], "<=", 300, measured=True),
         _report.claim("longest_line_of_the_report", heads[-1]["longest line"], "<=", 500),
         _report.claim("answer_bytes_about_1024_names", answers[-1], "<=", 1000),
     ]
     per_gib = (plots[-1] - plots[-2]) / (logs[-1] - logs[-2]) * 1024
     claims.append(_report.claim("plot_mib_per_gib_of_log", per_gib, "<=", 100, measured=True))
-    rows = {"batch_ms": batches, "head": heads, "sizes": sizes}
+    rows = {"batch_ms": batches, "head": heads, "sizes": sizes, "resume": resumes, "plan": plans}
     return _report.write(args.json, claims, args.quick, rows=rows)
 
 

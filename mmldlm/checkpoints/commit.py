@@ -4,8 +4,8 @@
     RUN/latest -> checkpoints/step_00001000
 
 The order of operations tolerates a crash at any point: write into .partial_step_N; every rank
-fsyncs its files and lists them; rank 0 writes the manifest, fsyncs it and the folders, renames the
-folder, fsyncs its parent, and moves `latest` last.
+fsyncs and lists the files that it wrote; rank 0 writes the manifest, fsyncs it and the folders,
+renames the folder, fsyncs its parent, and moves `latest` last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -161,18 +161,25 @@ class PendingCheckpoint:
 
         self.ranks.raise_together(error, discard_and_explain)
 
-    def write_manifest_entry(self) -> None:
+    def write_manifest_entry(self, written: Iterable[Path] = ()) -> None:
         """Flush this rank's files to the disk and list them with sizes and checksums.
 
         Not collective.
+
+        Args:
+            written: Files that this rank wrote. Only rank 0 lists the folder, where it takes all
+                that are not named after another rank: by 1,024 ranks, a million names would be
+                read.
         """
-        names = [
-            name
-            for name in list_files(self.path)
-            if owner_of(name, self.ranks.world_size) == self.ranks.rank
-        ]
-        # The lists of ranks are removed by rank 0; begin() has removed stale ones.
-        names = [name for name in names if not name.startswith(".files_rank")]
+        names = [path.relative_to(self.path).as_posix() for path in written]
+        if self.ranks.rank == 0:
+            names = [
+                name
+                for name in list_files(self.path)
+                if owner_of(name, self.ranks.world_size) == 0
+                # begin() has removed stale ones.
+                and not name.startswith(".files_rank")
+            ]
         for name in names:
             fsync_path(self.path / name)
         files = {name: describe_file(self.path / name) for name in names}
@@ -191,9 +198,13 @@ class PendingCheckpoint:
                     "set logging.save_dir to a shared folder",
                 ) from None
             path.unlink()
-        for name in list_files(self.path):
-            if name not in files or (self.path / name).stat().st_size != files[name]["bytes"]:
-                raise RuntimeError(f"{self.path / name} changes while the checkpoint is committed")
+        folders = []
+        for folder, _, names in os.walk(self.path):
+            folders.append(Path(folder))
+            for path in (Path(folder, name) for name in names):
+                listed = files.get(path.relative_to(self.path).as_posix())
+                if listed is None or path.stat().st_size != listed["bytes"]:
+                    raise RuntimeError(f"{path} changes while the checkpoint is committed")
         manifest = {
             "format": FORMAT,
             "version": VERSION,
@@ -203,8 +214,8 @@ class PendingCheckpoint:
             "files": {name: files[name] for name in sorted(files)},
         }
         write_text_synced(self.path / MANIFEST, json.dumps(manifest, indent=1) + "\n")
-        for base, _, _ in os.walk(self.path):
-            fsync_path(Path(base))
+        for folder in folders:
+            fsync_path(folder)
         replaced = self.final.with_name(f".replaced_{self.final.name}")
         if os.path.lexists(self.final):
             if _is_replaceable(self.final):

@@ -2,6 +2,8 @@
 
 Every engine loads through this reader, even its own files at the same world size. Every rank reads
 only what it owns. Only descriptions are unpickled, and neither torch nor deepspeed is imported.
+A reader can be pickled: rank 0 opens every file of a checkpoint, once, and the other ranks those
+from which they read.
 
 Checksums: rank 0 must have verified the files against the manifest before (manifest.verify with
 checksums). Here only records that are read from end to end are compared with their CRC; otherwise
@@ -19,7 +21,7 @@ from mmldlm.checkpoints.files.torch_file import CHUNK_BYTES
 from mmldlm.checkpoints.formats import registry
 from mmldlm.checkpoints.formats.ema import add_ema
 from mmldlm.checkpoints.formats.weight_source import (
-    FileRange,
+    Parts,
     ReadOptions,
     TensorInfo,
     WeightSource,
@@ -185,7 +187,7 @@ class ResumeReader:
         """
         self._source.finish()
 
-    def _find(self, name: str, what: str) -> tuple[TensorInfo, list[FileRange]]:
+    def _find(self, name: str, what: str) -> tuple[TensorInfo, Parts]:
         if what not in STATES:
             raise KeyError(f"{what!r}: expected one of {', '.join(STATES)}")
         owner = self.owner(name)

@@ -194,7 +194,7 @@ class NpyWriter:
     """
 
     def __init__(self, path: Path, dtype, row: Sequence[int] = ()):
-        self.dtype, self.row, self.num_rows = np.dtype(dtype), tuple(row), 0
+        self.path, self.dtype, self.row, self.num_rows = path, np.dtype(dtype), tuple(row), 0
         self._file = open(path, "w+b")
         self._file.write(self._header())
 

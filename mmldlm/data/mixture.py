@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from mmldlm.data.lengths import Lengths
 from mmldlm.data.store import Rows, Store, latent_shape
 from mmldlm.errors import UserError
 
@@ -93,7 +94,7 @@ class MixedStore:
         )
         self.grids = [grids[count] for count in sorted(grids)] if len(grids) > 1 else None
         self.manifest: dict[str, Any] = first
-        self.lengths = np.concatenate([store.lengths for store in stores])
+        self.lengths = Lengths.joined([store.lengths for store in stores])
         self.num_truncated = sum(store.num_truncated for store in stores)
         self._starts = np.concatenate([[0], np.cumsum([len(store) for store in stores])])
 

@@ -20,6 +20,7 @@ from mmldlm.data.batch_plan import BatchPlan, MixtureOrder, Order, SpacedOrder, 
 from mmldlm.data.codebook import check_ids
 from mmldlm.data.config import StoreDataConfig
 from mmldlm.data.image_codec import max_image_norm
+from mmldlm.data.lengths import Lengths
 from mmldlm.data.mixture import MixedStore
 from mmldlm.data.store import Store, check_latents
 from mmldlm.errors import UserError
@@ -39,8 +40,8 @@ class RunData(ABC):
         config: Config with the keys filled in that the data decides.
         train: Training split, read by the task's collator.
         validation: Validation split.
-        train_lengths: [N] int32 tokens of the training samples in use.
-        validation_lengths: [M] int32 tokens of the validation samples in use.
+        train_lengths: [N] int32 tokens of the training samples in use, of numpy or as Lengths.
+        validation_lengths: [M] int32 tokens of the validation samples in use, likewise.
         source: File or folder that the data comes from, for the screen and for messages about bad
             samples.
         notes: Lines for the user.
@@ -49,8 +50,8 @@ class RunData(ABC):
     config: Config
     train: Any
     validation: Any
-    train_lengths: np.ndarray
-    validation_lengths: np.ndarray
+    train_lengths: np.ndarray | Lengths
+    validation_lengths: np.ndarray | Lengths
     source: str = "the task's data"
     notes: list[str] = field(default_factory=list)
 
@@ -114,6 +115,8 @@ class StoreData(RunData):
 
     train: Store | MixedStore
     validation: Store | MixedStore
+    train_lengths: Lengths
+    validation_lengths: Lengths
 
     def __post_init__(self):
         self.source = " + ".join(self.config.data.roots)
@@ -132,7 +135,8 @@ class StoreData(RunData):
             {
                 name: entry
                 for name, entry in store.manifest["files"].items()
-                if name.startswith("train/")
+                # The lengths follow from the rest, and older stores have none.
+                if name.startswith("train/") and name != "train/lengths.npy"
             }
             for store in stores
         ]
@@ -253,14 +257,14 @@ def lengths_in_use(
     max_seq_len: int,
     train: Store | MixedStore,
     validation: Store | MixedStore,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Lengths, Lengths]:
     """Return the lengths, EOS included, of the samples of both splits within the config's limits.
 
     Raises:
         UserError: a text is longer than max_seq_len.
     """
     lengths = [part + 1 for part in config.limit_samples(train.lengths, validation.lengths)]
-    longest = int(max(part.max() for part in lengths))
+    longest = max(part.max() for part in lengths)
     if longest > max_seq_len:
         raise UserError(
             f"texts of at most model.max_seq_len={max_seq_len} tokens, EOS included",

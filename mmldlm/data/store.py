@@ -12,6 +12,8 @@ SPLIT/text.npy             uint8 [bytes]   UTF-8 of all texts, concatenated
 SPLIT/text_offsets.npy     int64 [N + 1]   start of each text, and the end
 SPLIT/tokens.npy           uint16 or int32 token ids, concatenated, without special tokens
 SPLIT/token_offsets.npy    int64 [N + 1]
+SPLIT/lengths.npy          uint16 [N]      (not in older stores, nor with a text of over 65,535
+                           tokens) tokens of each sample
 SPLIT/latents.npy          float32 [N, D]  as encoded ([N, K, D] with K latents per text);
                            of images also float16, uint8 for the values u / 127.5 - 1, or
                            uint16 ids of codes [N, K, 1]
@@ -31,6 +33,7 @@ import numpy as np
 
 from mmldlm.data.arrays import map_array
 from mmldlm.data.encoders.model_files import read_tokenizer
+from mmldlm.data.lengths import Lengths
 from mmldlm.data.manifest import MANIFEST, find_problems, find_store_hint, rebuild_hint
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
@@ -248,7 +251,7 @@ class Store:
         max_tokens: Length to which longer texts are truncated on reading (default: not).
 
     Attributes:
-        lengths: [N] int32 tokens per sample, as `get` returns them.
+        lengths: Tokens per sample, as `get` returns them.
         num_truncated: Number of truncated samples.
         text_offsets, token_offsets: [N + 1] int64 memory maps of the offsets into texts and
             tokens.
@@ -288,10 +291,9 @@ class Store:
                 f"text, token and latent arrays of shapes {shapes}, ending at {ends}",
                 rebuild_hint(self.root, self.manifest),
             )
-        self.lengths, self._max_tokens, self.num_truncated = self._read_lengths(), max_tokens, 0
-        if max_tokens is not None:
-            self.num_truncated = int((self.lengths > max_tokens).sum())
-            np.minimum(self.lengths, max_tokens, out=self.lengths)
+        self._max_tokens = max_tokens
+        self.lengths = Lengths([self._stored_lengths()], max_tokens)
+        self.num_truncated = self.lengths.num_cut()
         self._check_constant_dimensions()
 
     def _map(self, name: str) -> np.ndarray:
@@ -314,10 +316,15 @@ class Store:
             )
         return array
 
-    def _read_lengths(self) -> np.ndarray:
-        """Return [N] int32 lengths, read in blocks because pages of the memory map would stay in
-        the memory of the process.
+    def _stored_lengths(self) -> np.ndarray:
+        """Return the mapped lengths.npy, uint16 [N]; of a store without one those that its offsets
+        give, int32 [N].
         """
+        stored = self._numbers_of_samples("lengths", np.uint16)
+        return self._lengths_by_offsets() if stored is None else stored
+
+    def _lengths_by_offsets(self) -> np.ndarray:
+        # Read in blocks, because pages of the memory map would stay in the memory of the process.
         num, path = len(self.token_offsets) - 1, self.root / self.split / "token_offsets.npy"
         lengths, last = np.empty(num, np.int32), 0
         with open_regular(path) as file:
@@ -379,8 +386,8 @@ class Store:
         """
         return self._numbers_of_samples("groups")
 
-    def _numbers_of_samples(self, name: str) -> np.ndarray | None:
-        """Return an optional array with one int64 per sample.
+    def _numbers_of_samples(self, name: str, dtype: type = np.int64) -> np.ndarray | None:
+        """Return an optional array with one number per sample.
 
         Raises:
             UserError: another type or shape, or a damaged file.
@@ -388,13 +395,14 @@ class Store:
         path = self.root / self.split / f"{name}.npy"
         if not path.is_file():
             return None
-        expected = f"int64 [{len(self)}], one number per sample, in {path}"
+        num = len(self.token_offsets) - 1
+        expected = f"{np.dtype(dtype)} [{num}], one number per sample, in {path}"
         hint = rebuild_hint(self.root, self.manifest)
         try:
             array = map_array(path)
         except (OSError, ValueError) as error:
             raise UserError(expected, str(error), hint) from None
-        if array.dtype != np.int64 or array.shape != (len(self),):
+        if array.dtype != dtype or array.shape != (num,):
             raise UserError(expected, f"{array.dtype} {list(array.shape)}", hint)
         return array
 
@@ -433,6 +441,7 @@ class Store:
 
         Raises:
             IndexError: an index outside 0 .. len - 1.
+            UserError: damaged offsets or lengths.
         """
         rows = np.asarray(indices, dtype=np.int64).reshape(-1)
         if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
@@ -443,6 +452,13 @@ class Store:
         lengths = self.token_offsets[rows + 1] - starts
         if self._max_tokens is not None:
             lengths = np.minimum(lengths, self._max_tokens)
+        if (wrong := lengths != self.lengths[rows]).any():
+            at = int(wrong.argmax())
+            raise UserError(
+                f"offsets in {self.root / self.split} that agree with its lengths.npy",
+                f"{lengths[at]} tokens in row {rows[at]}, {self.lengths[rows[at]]} in lengths.npy",
+                rebuild_hint(self.root, self.manifest),
+            )
         ends = np.cumsum(lengths)
         # Gather all tokens of the batch at once: position in the batch -> position in the file.
         positions = np.arange(int(ends[-1]) if len(ends) else 0)

@@ -172,12 +172,14 @@ def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
         if offsets[0] != 0 or (np.diff(offsets) < 0).any():
             checks["shape"].append(f"{where}/{name}_offsets.npy does not start at 0 and ascend")
             return findings
-    findings.lengths = store.lengths
+    findings.lengths = np.asarray(store.lengths)
+    if not np.array_equal(findings.lengths, np.diff(store.token_offsets)):
+        checks["shape"].append(f"{where}/lengths.npy does not hold the differences of the offsets")
     summary = manifest["splits"][store.split]
     measured = {
         "num_samples": len(store),
-        "num_tokens": int(store.lengths.sum()),
-        "max_tokens": int(store.lengths.max()),
+        "num_tokens": store.lengths.sum(),
+        "max_tokens": store.lengths.max(),
     }
     checks["shape"] += [
         f"{where}: {key} is {measured[key]}, but {summary.get(key)} in the manifest"
@@ -188,7 +190,7 @@ def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
     _collect(checks["shape"], lambda: store.groups)
     if store.lengths.min() == 0:
         checks["shape"].append(
-            f"{where}: {int((store.lengths == 0).sum())} samples without tokens"
+            f"{where}: {int((findings.lengths == 0).sum())} samples without tokens"
         )
     findings.num_unknown = _examine_tokens(store, checks["token ids"])
     _compare_tokens_with_texts(store, checks["token ids"])

@@ -56,6 +56,7 @@ class StoreSplit:
         self._tokens = NpyWriter(folder / "tokens.npy", token_dtype)
         self._text_offsets = NpyWriter(folder / "text_offsets.npy", np.int64)
         self._token_offsets = NpyWriter(folder / "token_offsets.npy", np.int64)
+        self._lengths: NpyWriter | None = NpyWriter(folder / "lengths.npy", np.uint16)
         self._latents = NpyWriter(folder / "latents.npy", latent_dtype, latent_shape)
         self._documents = NpyWriter(folder / "documents.npy", np.int64) if with_documents else None
         self._groups = NpyWriter(folder / "groups.npy", np.int64) if with_groups else None
@@ -91,6 +92,7 @@ class StoreSplit:
             ends = self._ends[i] + np.cumsum(sizes, dtype=np.int64)
             writer.append(ends)
             self._ends[i] = int(ends[-1])
+        self._add_lengths(lengths)
         self._text.append(np.frombuffer(b"".join(raw), dtype=np.uint8))
         self._tokens.append(flat)
         self._latents.append(latents)
@@ -102,10 +104,19 @@ class StoreSplit:
         self.summary["num_tokens"] += sum(lengths)
         self.summary["max_tokens"] = max(self.summary["max_tokens"], *lengths)
 
+    def _add_lengths(self, lengths: Sequence[int]) -> None:
+        if self._lengths is not None and max(lengths) <= np.iinfo(np.uint16).max:
+            self._lengths.append(np.array(lengths))
+        elif self._lengths is not None:
+            # Such a store is read by its offsets.
+            self._lengths.close()
+            self._lengths.path.unlink()
+            self._lengths = None
+
     def close(self) -> dict[str, int]:
         """Finish the files; return the split's summary for the manifest."""
         arrays = (self._text, self._tokens, self._text_offsets, self._token_offsets, self._latents)
-        for writer in (*arrays, self._documents, self._groups):
+        for writer in (*arrays, self._lengths, self._documents, self._groups):
             if writer is not None:
                 writer.close()
         return self.summary

@@ -152,11 +152,16 @@ class Engine(Ranks, ABC):
             self._pinned_snapshot = PinnedSnapshot()
         return self._pinned_snapshot(state)
 
-    def write(self, state: Any, folder: Path) -> None:
-        """Write a copied snapshot; touches no live tensor, so it may run in a separate thread."""
+    def write(self, state: Any, folder: Path) -> list[Path]:
+        """Write a copied snapshot; touches no live tensor, so it may run in a separate thread.
+
+        Returns:
+            The files that this rank wrote.
+        """
         for name, values in state:
             # A missing folder is not created again: its files are lost.
             torch.save(values, folder / name)
+        return [folder / name for name, _ in state]
 
     def reset_after_failed_save(self) -> None:
         """Prepare for the next checkpoint after one that a rank could not write. Collective."""

@@ -54,11 +54,10 @@ class WeightAverage:
             if shard.count
         }
 
-    def file_name(self) -> str:
-        """This rank's file in the engine's folder."""
-        return f"ema_rank{self.engine.rank}.pt"
-
-    def write(self, state: dict[str, Any], folder: Path) -> None:
-        """Save this rank's shards."""
-        if state:
-            torch.save(state, folder / self.file_name())
+    def write(self, state: dict[str, Any], folder: Path) -> list[Path]:
+        """Save this rank's shards; return the files written."""
+        if not state:
+            return []
+        path = folder / f"ema_rank{self.engine.rank}.pt"
+        torch.save(state, path)
+        return [path]

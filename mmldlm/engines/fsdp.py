@@ -113,7 +113,7 @@ class FsdpEngine(TorchEngine):
             "tensors": {"model": dict(self.model.state_dict()), "optim": moments},
         }
 
-    def write(self, state: Any, folder: Path) -> None:
+    def write(self, state: Any, folder: Path) -> list[Path]:
         """Write a torch.distributed.checkpoint folder, and which names are trainable, buffers, or
         tied.
         """
@@ -130,6 +130,9 @@ class FsdpEngine(TorchEngine):
         # collectives above.
         if self.rank == 0:
             (folder / TRAINABLE).write_text(json.dumps(state["names"]) + "\n")
+        # A rank without a row of any tensor writes none.
+        own = folder / f"__{self.rank}_0.distcp"
+        return [own] if own.exists() else []
 
     def describe(self) -> str:
         return "fsdp" if self.replicas == 1 else f"fsdp {self.replicas} replicas"

@@ -59,9 +59,9 @@ def log_token_frequencies(data: LatentData) -> np.ndarray:
 
 def log_length_frequencies(data: LatentData) -> np.ndarray:
     """[max_seq_len] fp32 log probabilities of lengths 1 .. max_seq_len."""
-    counts = 1.0 + np.bincount(
-        np.asarray(data.train_lengths) - 1, minlength=data.config.model.max_seq_len
-    )
+    counts = np.ones(data.config.model.max_seq_len)
+    for lengths in data.train_lengths.blocks():
+        counts += np.bincount(lengths - 1, minlength=len(counts))
     return np.log(counts / counts.sum()).astype(np.float32)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,13 +44,17 @@ class BackgroundTask:
 
 
 class PendingSave:
-    """A checkpoint that is being written."""
+    """A checkpoint that is being written.
+
+    Args:
+        work: Functions that write files of this rank and return their paths.
+    """
 
     def __init__(
         self,
         pending: commit.PendingCheckpoint,
         state: TrainingState,
-        work: list[Callable[[], None]],
+        work: list[Callable[[], list[Path]]],
         device: torch.device,
     ):
         self.pending, self.step, self.consecutive_skips = (
@@ -59,7 +64,10 @@ class PendingSave:
         )
         self.started = time.perf_counter()
         self.stalled: float | None = None  # seconds for which training waited
-        self._background = BackgroundTask(lambda: [part() for part in work], device)
+        self._background = BackgroundTask(
+            lambda: pending.write_manifest_entry([path for part in work for path in part()]),
+            device,
+        )
 
     @property
     def failure(self) -> BaseException | None:

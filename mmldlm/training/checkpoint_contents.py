@@ -15,7 +15,7 @@ from torch import nn
 
 from mmldlm.checkpoints import locate
 from mmldlm.checkpoints.manifest import ENGINE_FOLDER, MODEL_CONFIG, STATE_FILE
-from mmldlm.checkpoints.resume import open_training_state
+from mmldlm.checkpoints.resume import ResumeReader
 from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.config.renamed_keys import with_new_names
@@ -117,43 +117,50 @@ def saved_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def load_engine_state(
-    checkpoint: Path, engine: Engine, average: WeightAverage | None, applied_steps: int
+    checkpoint: Path,
+    reader: ResumeReader,
+    engine: Engine,
+    average: WeightAverage | None,
+    applied_steps: int,
 ) -> None:
     """Load this rank's part of weights, moments and average; then call
     engine.sync_weights_from_masters() on all ranks.
 
+    Args:
+        checkpoint: Folder that errors name.
+        reader: Reader of its engine's state.
+
     Raises:
         UserError: another model, or damaged files.
     """
-    with open_training_state(checkpoint / ENGINE_FOLDER) as reader:
-        trains = {
-            name: parameter.requires_grad
-            for name, parameter in engine.model.named_parameters(remove_duplicate=False)
-        }
-        ours = {
-            name: (trains.get(name, "buffer"), shape)
-            for name, shape in saved_shapes(engine.model).items()
-        }
-        theirs = {}
-        for name in reader.names:
-            role = reader.kind(name)
-            trained = "buffer" if role == "buffer" else role == "trainable"
-            theirs[name] = (trained, tuple(reader.shape(name)))
-        differing = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
-        if differing:
-            raise UserError(
-                f"the model and frozen groups of {checkpoint}",
-                f"{len(differing)} parameters that are absent in one, of another shape, or frozen"
-                f" in one and trained in the other, first {differing[0]}",
-                "keep model.*, and what freezes parameters, unchanged; to change them start a new"
-                f" run with training.init_from={checkpoint}",
-            )
-        engine.load(reader, applied_steps if reader.has_moments else 0)
-        if average is not None:
-            if reader.has_ema:
-                average.load(reader)
-            else:
-                average.restart()
+    trains = {
+        name: parameter.requires_grad
+        for name, parameter in engine.model.named_parameters(remove_duplicate=False)
+    }
+    ours = {
+        name: (trains.get(name, "buffer"), shape)
+        for name, shape in saved_shapes(engine.model).items()
+    }
+    theirs = {}
+    for name in reader.names:
+        role = reader.kind(name)
+        trained = "buffer" if role == "buffer" else role == "trainable"
+        theirs[name] = (trained, tuple(reader.shape(name)))
+    differing = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
+    if differing:
+        raise UserError(
+            f"the model and frozen groups of {checkpoint}",
+            f"{len(differing)} parameters that are absent in one, of another shape, or frozen"
+            f" in one and trained in the other, first {differing[0]}",
+            "keep model.*, and what freezes parameters, unchanged; to change them start a new"
+            f" run with training.init_from={checkpoint}",
+        )
+    engine.load(reader, applied_steps if reader.has_moments else 0)
+    if average is not None:
+        if reader.has_ema:
+            average.load(reader)
+        else:
+            average.restart()
 
 
 def read_rng(path: Path) -> dict[str, Any] | None:
@@ -188,6 +195,13 @@ def read_rng(path: Path) -> dict[str, Any] | None:
     return {"torch": cpu, "cuda": cuda}
 
 
+def write_rng(rng: dict[str, Any], folder: Path, rank: int) -> list[Path]:
+    """Write the random generators of a rank; return the files written."""
+    path = folder / f"rng_state_rank{rank}.pt"
+    torch.save(rng, path)
+    return [path]
+
+
 def restore_rng(rng: dict[str, Any] | None) -> None:
     """Make the generators continue from a checkpoint's."""
     if rng is None:
@@ -214,17 +228,19 @@ def read_files_to_keep(run: Run) -> dict[str, bytes]:
     return {name: text.encode("utf-8", "backslashreplace") for name, text in texts.items()} | files
 
 
-def write_metadata(path: Path, training_state: str, files_to_keep: dict[str, bytes]) -> None:
+def write_metadata(path: Path, training_state: str, files_to_keep: dict[str, bytes]) -> list[Path]:
     """Write everything next to the engine's files: state, config, model config, and files of the
-    data.
+    data. Return the files written.
 
     Args:
         files_to_keep: Result of read_files_to_keep.
     """
+    contents = {STATE_FILE: training_state.encode(), **files_to_keep}
     with naming_errors(path):
-        for name, content in {STATE_FILE: training_state.encode(), **files_to_keep}.items():
+        for name, content in contents.items():
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             (path / name).write_bytes(content)
+    return [path / name for name in contents]
 
 
 def package_version(package: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import socket
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 
 from mmldlm.checkpoints import commit, retention
 from mmldlm.checkpoints.manifest import ENGINE_FOLDER, is_as_saved
+from mmldlm.checkpoints.resume import ResumeReader, open_training_state
 from mmldlm.checkpoints.tensor_table import tensor_table
 from mmldlm.config.resume_compat import CONFIG_FILE, check_resume_config
 from mmldlm.engines.base import Engine
@@ -34,6 +36,7 @@ from mmldlm.training.checkpoint_contents import (
     restore_rng,
     saved_shapes,
     write_metadata,
+    write_rng,
 )
 from mmldlm.training.run_folder import Run
 
@@ -204,8 +207,13 @@ class Checkpointer:
             UserError: on every rank: the checkpoint has another global batch, seed, data or model,
                 or cannot be read.
         """
-        saved, rng = self._read_together(
-            lambda: self._read(checkpoint), f"a readable checkpoint in {checkpoint}", _OTHER_WAYS
+        expected = f"a readable checkpoint in {checkpoint}"
+        saved, opened = self._read_together(lambda: self._open(checkpoint), expected, _OTHER_WAYS)
+        # Of 1,024 ranks, each would open the files of all: rank 0 does, and tells the others what
+        # is where.
+        reader = pickle.loads(self.engine.share_outcome(opened, None))
+        rng = self._read_together(
+            lambda: self._read(checkpoint, reader, saved["applied_steps"]), expected, _OTHER_WAYS
         )
         self.engine.sync_weights_from_masters()
         restore_rng(rng)
@@ -229,13 +237,21 @@ class Checkpointer:
         # Damaged files raise anything.
         return self.engine.run_together(read, explain)
 
-    def _read(self, checkpoint: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
-        """Load weights, moments and average; return the training state and this rank's random
-        generators.
-        """
+    def _open(self, checkpoint: Path) -> tuple[dict[str, Any], bytes]:
+        """Return the training state, and on rank 0 the pickled reader of the engine's state."""
         saved = load_training_state(checkpoint, self.state, self.config, self.engine.world_size)
-        load_engine_state(checkpoint, self.engine, self.average, saved["applied_steps"])
-        return saved, read_rng(checkpoint / f"rng_state_rank{self.engine.rank}.pt")
+        if not self.is_main:
+            return saved, b""
+        with open_training_state(checkpoint / ENGINE_FOLDER) as reader:
+            return saved, pickle.dumps(reader)
+
+    def _read(
+        self, checkpoint: Path, reader: ResumeReader, applied_steps: int
+    ) -> dict[str, Any] | None:
+        """Load weights, moments and average; return this rank's random generators."""
+        with reader:
+            load_engine_state(checkpoint, reader, self.engine, self.average, applied_steps)
+        return read_rng(checkpoint / f"rng_state_rank{self.engine.rank}.pt")
 
     # -- saving
     # ---------------------------------------------------------------------------------------------
@@ -270,7 +286,7 @@ class Checkpointer:
         try:
             pending = commit.begin(self.run_dir, step, self.engine, engine_folders(self.engine))
             failure: Exception | None = None
-            work: list[Callable[[], None]] = []
+            work: list[Callable[[], list[Path]]] = []
             try:
                 work = self._snapshot_writers(pending.path, self.config.checkpoints.async_save)
             except Exception as error:
@@ -281,9 +297,7 @@ class Checkpointer:
         except commit.CommitFailed as error:
             self._log_save_failure(step, error)
             return False
-        self._saving = PendingSave(
-            pending, self.state, [*work, pending.write_manifest_entry], self.engine.device
-        )
+        self._saving = PendingSave(pending, self.state, work, self.engine.device)
         if self.save_requested:
             self._clear_save_request()
         if not self.config.checkpoints.async_save:
@@ -374,9 +388,9 @@ class Checkpointer:
             self.folder.event("prune_failed", step=self.state.step, reason=str(error))
             self.folder.warning(f"old checkpoints could not be deleted: {error}")
 
-    def _snapshot_writers(self, path: Path, in_background: bool) -> list[Callable[[], None]]:
-        """Take hold of everything that this rank writes; what is returned writes it and touches no
-        live tensor.
+    def _snapshot_writers(self, path: Path, in_background: bool) -> list[Callable[[], list[Path]]]:
+        """Take hold of everything that this rank writes; what is returned writes it, touches no
+        live tensor, and returns the files.
         """
         # begin() has made the folder, and every rank has tried to write there.
         engine, average, folder = self.engine, self.average, path / ENGINE_FOLDER
@@ -391,7 +405,7 @@ class Checkpointer:
         }
         work = [
             lambda: engine.write(state["engine"], folder),
-            lambda: torch.save(rng, path / f"rng_state_rank{engine.rank}.pt"),
+            lambda: write_rng(rng, path, engine.rank),
         ]
         if average is not None:
             work.append(lambda: average.write(state["average"], folder))

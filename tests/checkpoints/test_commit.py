@@ -42,12 +42,15 @@ DISK_CALLS = [
 ]
 
 
-def write_files(folder, rank: int, content: str) -> None:
+def write_files(folder, rank: int, content: str) -> list[Path]:
+    """Write a rank's files; return those with its number in their names."""
     (folder / "engine" / "zero").mkdir(parents=True, exist_ok=True)
-    (folder / "engine" / "zero" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").write_text(
-        content * 1000
-    )
-    (folder / f"rng_state_rank{rank}.pt").write_text(f"rng {rank}")
+    files = [
+        folder / "engine" / "zero" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+        folder / f"rng_state_rank{rank}.pt",
+    ]
+    files[0].write_text(content * 1000)
+    files[1].write_text(f"rng {rank}")
     if rank == 0:
         step = int("".join(sign for sign in folder.name if sign.isdigit())[:8])
         state = {
@@ -58,6 +61,17 @@ def write_files(folder, rank: int, content: str) -> None:
             "applied_steps": step,
         }
         (folder / "training_state.json").write_text(json.dumps(state))
+    return files
+
+
+def write_and_commit(pending, content: str, **facts) -> Path:
+    """Write this rank's files and commit them, as a run does."""
+    failure = None
+    try:
+        pending.write_manifest_entry(write_files(pending.path, pending.ranks.rank, content))
+    except OSError as error:
+        failure = error
+    return pending.commit(failure, has_entry=True, **facts)
 
 
 def save(run_dir, step: int, content: str = "a", **facts):
@@ -130,15 +144,40 @@ def test_layout_and_manifest(tmp_path):
 
 def test_all_ranks_files_are_listed(tmp_path):
     def work(peers):
-        pending = begin(tmp_path, 5, peers)
-        write_files(pending.path, peers.rank, "a")
-        return pending.commit(engine="deepspeed")
+        return write_and_commit(begin(tmp_path, 5, peers), "a", engine="deepspeed")
 
     results = run_ranks(3, work)
     assert results == [tmp_path / "checkpoints" / "step_00000005"] * 3
     manifest = read_manifest(results[0])
     assert manifest["world_size"] == 3 and len(manifest["files"]) == 7
     assert verify(results[0]) == []
+
+
+@pytest.mark.parametrize("world_size", [4, 16, 64])
+def test_only_rank_0_lists_the_folder(tmp_path, monkeypatch, world_size):
+    """Each of 1,024 ranks would read the names of all files."""
+    read, walk = {}, os.walk
+
+    def counting(folder):
+        for base, folders, names in walk(folder):
+            rank = threading.current_thread().name
+            read[rank] = read.get(rank, 0) + len(folders) + len(names)
+            yield base, folders, names
+
+    monkeypatch.setattr(os, "walk", counting)
+    run_ranks(world_size, lambda peers: write_and_commit(begin(tmp_path, 1, peers), "a"))
+    assert set(read) == {"rank0"} and read["rank0"] <= 5 * world_size + 8
+
+
+def test_a_file_that_no_rank_lists_is_noticed(tmp_path):
+    def work(peers):
+        pending = begin(tmp_path, 1, peers)
+        files = write_files(pending.path, peers.rank, "a")
+        pending.write_manifest_entry(files[peers.rank :])
+        return pending.commit(has_entry=True)
+
+    results = run_ranks(2, work)
+    assert all("rank_1_mp_rank_00_optim_states.pt changes" in str(error) for error in results)
 
 
 def test_owner_is_the_rank_that_wrote():
@@ -314,9 +353,7 @@ def test_full_disk_while_flushing(tmp_path, monkeypatch, victim):
     monkeypatch.setattr(os, "fsync", fsync)
 
     def work(peers):
-        pending = begin(tmp_path, 2, peers)
-        write_files(pending.path, peers.rank, "new")
-        return pending.commit()
+        return write_and_commit(begin(tmp_path, 2, peers), "new")
 
     results = run_ranks(2, work)
     assert all(isinstance(result, CommitFailed) for result in results), results
@@ -332,10 +369,9 @@ def test_failure_while_publishing(tmp_path, monkeypatch, call):
 
     def work(peers):
         pending = begin(tmp_path, 2, peers)
-        write_files(pending.path, peers.rank, "new")
         if peers.rank == 0:
             monkeypatch.setattr(os, call, fail)
-        return pending.commit()
+        return write_and_commit(pending, "new")
 
     results = run_ranks(2, work)
     assert all(isinstance(result, CommitFailed) for result in results), results
@@ -381,8 +417,7 @@ def test_every_rank_tries_to_write_before_any_enters_a_collective_save(tmp_path,
     def work(peers):
         pending = begin(tmp_path, 2, peers, ("engine", "engine/zero"))
         entered.append(peers.rank)
-        write_files(pending.path, peers.rank, "new")
-        return pending.commit()
+        return write_and_commit(pending, "new")
 
     results = run_ranks(2, work)
     assert all(isinstance(result, CommitFailed) for result in results) and entered == []

@@ -5,6 +5,7 @@ it.
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import shutil
 import subprocess
@@ -13,6 +14,7 @@ import sys
 import numpy as np
 import pytest
 
+from mmldlm.checkpoints.files import file_io
 from mmldlm.checkpoints.files.dtypes import bf16_to_fp32
 from mmldlm.checkpoints.files.torch_file import TorchFile
 from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
@@ -48,13 +50,19 @@ def check_ranges(reader, name: str, what: str, expected: np.ndarray) -> None:
             )
 
 
+def open_on_another_rank(folder):
+    """Open what rank 0 has opened and shared."""
+    with open_training_state(folder) as reader:
+        return pickle.loads(pickle.dumps(reader))
+
+
 def check_zero(folder, case: str) -> None:
     """Weights against the live engine's, the second moment against the mark that make_zero put
     into the live one.
     """
     truth = np.load(folder / case / "truth.npz")
     index = json.loads((folder / case / "truth.json").read_text())
-    with open_training_state(folder / case) as reader:
+    with open_on_another_rank(folder / case) as reader:
         assert set(reader.names) == set(index) and reader.has_moments and not reader.has_ema
         assert reader.stage == CASES[case]["stage"]
         matrices = MUON if CASES[case].get("muon") else ()
@@ -187,7 +195,7 @@ def test_imports_neither_torch_nor_deepspeed(zero_dir, fsdp_dir):
 def test_torch_engines(fsdp_dir, folder, truth_file):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     truth = torch.load(fsdp_dir / truth_file, weights_only=True)
-    with open_training_state(fsdp_dir / folder) as reader:
+    with open_on_another_rank(fsdp_dir / folder) as reader:
         assert set(reader.names) == set(truth["weight"]) and reader.has_moments and reader.has_ema
         kinds = {name: reader.kind(name) for name in reader.names}
         assert {n for n, k in kinds.items() if k == "buffer"} == {
@@ -228,6 +236,49 @@ def test_fsdp_before_the_first_step(fsdp_dir):
         assert not reader.has_moments and reader.has_ema
         weight = whole(reader, "wide.weight", "weight")
         check_ranges(reader, "wide.weight", "ema", weight * np.float32(0.5) + np.float32(0.25))
+
+
+def opened_by_a_rank(folder, world_size: int, monkeypatch) -> int:
+    """Return how many files a rank in the middle opens for its rows or slices of everything."""
+    with open_training_state(folder) as reader:
+        shared = pickle.dumps(reader)
+    opened, original = [], file_io.open_descriptor
+
+    def counting(path, *args):
+        opened.append(path)
+        return original(path, *args)
+
+    with monkeypatch.context() as patch, pickle.loads(shared) as reader:
+        patch.setattr(file_io, "open_descriptor", counting)
+        for name in reader.names:
+            count = int(np.prod(reader.shape(name), dtype=int))
+            share = -(-count // world_size)
+            start = min(world_size // 2 * share, count)
+            for what in ("weight", *reader.moments_of(name)):
+                reader.read(name, what, start, min(share, count - start))
+        reader.finish()
+    return len(opened)
+
+
+@pytest.mark.parametrize("target", ["zero2", "zero3", "fsdp"])
+def test_a_rank_opens_only_the_files_that_it_needs(zero_dir, tmp_path, monkeypatch, target):
+    """Rank 0 opens those of all, and shares what it found: the number does not grow."""
+    opened = []
+    for world_size in (4, 16, 64):
+        out = tmp_path / f"{world_size}"
+        convert_state(zero_dir / "z3_bf16", out, target, world_size, fsync=False)
+        opened.append(opened_by_a_rank(out, world_size, monkeypatch))
+    assert max(opened) <= 8, opened
+
+
+def test_a_rank_that_sees_another_file_refuses_it(zero_copy):
+    folder = zero_copy("z3_bf16")
+    with open_training_state(folder) as reader:
+        shared = pickle.dumps(reader)
+    path = folder / OPTIM.format(1)
+    path.write_bytes(path.read_bytes()[:-1])
+    with pickle.loads(shared) as reader, pytest.raises(UserError, match="rank_1.*\n.*ends at"):
+        whole(reader, "wide.weight", "weight")
 
 
 def test_a_rank_reads_only_its_share(tmp_path, monkeypatch):

@@ -8,11 +8,13 @@ import shutil
 import numpy as np
 import pytest
 
+from mmldlm.data.lengths import Lengths
 from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.mixture import MixedStore
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
+from mmldlm.data.writers import StoreSplit
 from mmldlm.distributed.collectives import Ranks
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.tasks.registry import load_config
@@ -88,7 +90,7 @@ def test_texts_longer_than_the_model_are_refused_or_cut_and_counted(made_store):
         open_data(_config(*words))
     data = open_data(_config(*words, "data.long_texts=truncate"))
     whole = Store(made_store)
-    num_long = int((whole.lengths > 11).sum())
+    num_long = int((np.asarray(whole.lengths) > 11).sum())
     assert data.train_lengths.max() == 12 and num_long > 0
     assert (
         data.notes[0]
@@ -131,13 +133,69 @@ def test_a_sample_of_latents_is_looked_at_when_a_run_opens(store_copy):
         open_data(_config(f"data.latent_data_root={store_copy}"))
 
 
-def test_offsets_that_fall_are_refused_at_open(store_copy):
+def test_offsets_that_fall_are_refused(store_copy):
     path = store_copy / "train" / "token_offsets.npy"
     offsets = np.load(path)
     offsets[5], offsets[6] = offsets[6], offsets[5]
     np.save(path, offsets)
+    store = Store(store_copy)
+    with pytest.raises(UserError, match="(?s)agree with its lengths.npy.*row 4"):
+        store.get(range(len(store)))
+    as_older_store(store_copy)
     with pytest.raises(UserError, match="ascending offsets"):
         Store(store_copy)
+
+
+def as_older_store(root):
+    """Remove what stores did not have before."""
+    manifest = json.loads((root / "manifest.json").read_text())
+    for split in ("train", "validation"):
+        (root / split / "lengths.npy").unlink()
+        del manifest["files"][f"{split}/lengths.npy"]
+    (root / "manifest.json").write_text(json.dumps(manifest))
+
+
+@pytest.mark.parametrize("limits", [[], ["data.long_texts=truncate", "model.max_seq_len=8"]])
+def test_an_older_store_without_lengths_gives_the_same_batches(made_store, store_copy, limits):
+    as_older_store(store_copy)
+    new, old = (
+        open_data(_config(f"data.latent_data_root={root}", *limits))
+        for root in (made_store, store_copy)
+    )
+    assert new.train._stored_lengths().dtype == np.uint16
+    assert old.train._stored_lengths().dtype == np.int32
+    assert new.fingerprint() == old.fingerprint() and new.describe()[:40] == old.describe()[:40]
+    for step in range(20):
+        ids = [data.training_plan(4).batch(step).ids for data in (new, old)]
+        np.testing.assert_array_equal(*ids)
+        np.testing.assert_array_equal(new.train_lengths[ids[0]], old.train_lengths[ids[0]])
+
+
+def test_lengths_of_several_stores_are_those_of_numpy():
+    rng = np.random.default_rng(0)
+    parts = [rng.integers(0, 60_000, n).astype(np.uint16) for n in (5, 1, 40)]
+    for limit, extra in ((None, 0), (30_000, 1)):
+        lengths = Lengths.joined([Lengths([part], limit) for part in parts]) + extra
+        expected = np.minimum(np.concatenate(parts).astype(np.int32), limit or 60_000) + extra
+        assert (len(lengths), lengths.shape) == (46, (46,)) and lengths.dtype == expected.dtype
+        np.testing.assert_array_equal(np.asarray(lengths), expected)
+        for ids in (rng.integers(0, 46, 200), np.zeros((2, 0), int), np.array(7), 45):
+            np.testing.assert_array_equal(lengths[ids], expected[ids])
+        for low, high in ((0, None), (3, 5), (2, 30), (6, 6), (46, 90)):
+            np.testing.assert_array_equal(np.asarray(lengths[low:high]), expected[low:high])
+        assert lengths[2:30].sum() == expected[2:30].sum()
+        assert (lengths.max(), lengths.min()) == (expected.max(), expected.min())
+        assert lengths.num_cut() == (np.concatenate(parts) > (limit or 60_000)).sum()
+        with pytest.raises(IndexError):
+            lengths[[46]]
+
+
+def test_a_store_with_a_very_long_text_has_no_file_of_lengths(tmp_path):
+    split = StoreSplit(tmp_path, "train", (2,), 10)
+    for count in (3, 70_000, 5):
+        split.add(["x"], [np.ones(count, np.int64)], np.ones((1, 2), np.float32))
+    assert split.close()["max_tokens"] == 70_000
+    assert not (tmp_path / "train" / "lengths.npy").exists()
 
 
 def test_blocks_of_latents_are_those_of_the_map(made_store, tmp_path):
@@ -150,7 +208,8 @@ def test_blocks_of_latents_are_those_of_the_map(made_store, tmp_path):
         np.testing.assert_array_equal(block, whole[start : start + 2])
     shutil.copytree(made_store, tmp_path / "cut")
     cut = Store(tmp_path / "cut", max_tokens=5)
-    assert cut.lengths.max() == 5 and cut.num_truncated == int((store.lengths > 5).sum())
+    assert cut.lengths.max() == 5
+    assert cut.num_truncated == int((np.asarray(store.lengths) > 5).sum()) > 0
 
 
 def test_a_run_continues_with_its_own_plan_only(tmp_path, monkeypatch):
@@ -166,12 +225,12 @@ def test_a_run_continues_with_its_own_plan_only(tmp_path, monkeypatch):
         checkpoints = Checkpointer.__new__(Checkpointer)
         checkpoints.state, checkpoints.config = TrainingState(8, 100, 0, plan=plan), _config()
         checkpoints.engine = Ranks()
-        checkpoints.average = None
+        checkpoints.average, checkpoints.is_main = None, True
 
         def reached(*args):
             raise MmldlmError("the plan was accepted")
 
-        monkeypatch.setattr(checkpointer, "load_engine_state", reached)
+        monkeypatch.setattr(checkpointer, "open_training_state", reached)
         (tmp_path / "training_state.json").write_text(json.dumps(saved))
         checkpoints.load(tmp_path)
 

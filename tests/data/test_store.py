@@ -26,7 +26,7 @@ def test_reads_back_what_the_tokenizer_and_encoder_say(made_store, sentences):
         assert [ids.tolist() for ids in batch.tokens] == expected
         assert all(ids.dtype == np.int64 for ids in batch.tokens)
         assert (
-            store.lengths.tolist() == [len(ids) for ids in expected]
+            np.asarray(store.lengths).tolist() == [len(ids) for ids in expected]
             and store.lengths.dtype == np.int32
         )
         assert batch.latents.dtype == np.float32 and batch.latents.shape == (len(store), 384)

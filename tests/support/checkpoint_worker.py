@@ -38,7 +38,7 @@ def main() -> None:
     def writing(self, state, path):
         if saves[0] == 2 and self.rank == 0:
             time.sleep(SLOW)
-        write(self, state, path)
+        return write(self, state, path)
 
     def checking(path, checksums=True, **more):
         if checksums:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from mmldlm.data.lengths import Lengths
 from mmldlm.tasks.initialization import (
     log_length_frequencies,
     log_token_frequencies,
@@ -19,7 +20,8 @@ from tests.tasks.translation.test_noiser import EOS, SIZE, FakeStore
 @pytest.fixture
 def data():
     store = FakeStore()
-    return SimpleNamespace(config=config_of(None), train=store, train_lengths=store.lengths)
+    lengths = Lengths([store.lengths])
+    return SimpleNamespace(config=config_of(None), train=store, train_lengths=lengths)
 
 
 def test_every_token_counts_and_so_does_eos(data):

@@ -90,6 +90,8 @@ class _Record:
 class TorchFile:
     """One file written by torch.save. Use as a context manager or call close().
 
+    Pickled, it is its path alone: another process opens it where it reads its first tensor.
+
     Args:
         path: File, named in errors.
         random_access: Whether to read only what is requested (see the module docstring).
@@ -117,12 +119,33 @@ class TorchFile:
         self.foreign_objects: set[str] = set()
         self._owns_fd = fd is None
         self._fd = open_for_reading(self.path) if fd is None else fd
+        self._base, self.file_size = window or (0, os.fstat(self._fd).st_size)
+        self._records: dict[str, _Record] | None = None
+        self._open()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_fd": -1, "_records": None}
+
+    @property
+    def records(self) -> dict[str, _Record]:
+        """Name -> record of the zip."""
+        if self._records is None:
+            self._fd = self._descriptor()
+            self._open()
+        assert self._records is not None
+        return self._records
+
+    def _descriptor(self) -> int:
+        return open_for_reading(self.path)
+
+    def _open(self) -> None:
         try:
-            size = os.fstat(self._fd).st_size
-            self._base, self.file_size = window or (0, size)
-            if self._base + self.file_size > size:
-                found = f"it ends at byte {size}, an item of it at {self._base + self.file_size}"
-                raise corrupt_file_error(self.path, found)
+            size, end = os.fstat(self._fd).st_size, self._base + self.file_size
+            # In another process, the complete file may be another one.
+            if size < end or (self._owns_fd and size > end):
+                raise corrupt_file_error(
+                    self.path, f"it ends at byte {size}, an item of it at {end}"
+                )
             self._index()
         except BaseException:
             self.close()
@@ -140,22 +163,23 @@ class TorchFile:
             )
             raise corrupt_file_error(self.path, found) from error
         self._check_kind(kind_by_records([entry.name for entry in entries]))
-        self.records: dict[str, _Record] = {}
+        records: dict[str, _Record] = {}
         tops = set()
         for entry in entries:
             top, _, name = entry.name.partition("/")
             tops.add(top)
-            if name in self.records:
+            if name in records:
                 raise corrupt_file_error(self.path, f"record {entry.name} is in it twice")
             if entry.method or entry.flags & 0x1 or entry.stored != entry.size:
                 found = f"record {entry.name} is compressed or encrypted, torch never writes that"
                 raise corrupt_file_error(self.path, found)
-            self.records[name] = _Record(self._payload_start(entry), entry.size, entry.crc)
-        if len(tops) != 1 or "data.pkl" not in self.records:
+            records[name] = _Record(self._payload_start(entry), entry.size, entry.crc)
+        if len(tops) != 1 or "data.pkl" not in records:
             found = "a zip file that torch.save did not write (no data.pkl under one top folder)"
             raise corrupt_file_error(self.path, found)
         self.top = tops.pop()
-        if "byteorder" in self.records and self._byteorder() != b"little":
+        self._records = records
+        if "byteorder" in records and self._byteorder() != b"little":
             raise corrupt_file_error(
                 self.path, "tensors in big-endian byte order", "save on a little-endian machine"
             )
@@ -283,7 +307,7 @@ class TorchFile:
         """Verify the CRC of every record that was read; with random access, only of records that
         were read completely (except for padding).
         """
-        for name, record in self.records.items():
+        for name, record in (self._records or {}).items():
             if record.is_touched and not record.is_verified:
                 gaps = record.read.gaps(record.size) if self.random_access else []
                 if sum(end - start for start, end in gaps) <= PADDING_BYTES * (1 + len(gaps)):

@@ -18,7 +18,7 @@ import pickle
 import pickletools
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
@@ -68,6 +68,10 @@ class TensorRef(_NoSetattr):
     storage_elements: int
     negated: bool = False
     conjugated: bool = False
+
+    def __reduce__(self):
+        # Rank 0 shares what it found in a checkpoint; there is no __setstate__ to restore it by.
+        return type(self), tuple(getattr(self, field.name) for field in fields(self))
 
     @property
     def numel(self) -> int:

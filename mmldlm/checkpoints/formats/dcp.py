@@ -140,6 +140,10 @@ class DcpCheckpoint(WeightSource):
         for folder in self._folders:
             folder.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The tree of all names and chunks is not needed to read them.
+        return super().__getstate__() | {"_folders": []}
+
     def _read(self) -> None:
         with_moments, key = self.options.with_moments, self.options.key
         _refuse_megatron(self.path)
@@ -167,8 +171,8 @@ class DcpCheckpoint(WeightSource):
             self.notes += model.notes
             if with_moments:
                 self._read_named_optimizer(model.optimizers, model.path)
-        self.files += [item for folder in self._folders for item in folder.items]
-        self.files.sort(key=lambda item: (item.path.parent.name, item.path.name, item.offset))
+        for folder in self._folders:
+            self.files += [*folder.files, *folder.objects]
 
     def _open(self, path: Path) -> DcpFolder:
         self._folders.append(DcpFolder(path, self.options.random_access))

@@ -15,6 +15,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmldlm.checkpoints.files.dtypes import DTYPES, numel
 from mmldlm.checkpoints.files.file_kinds import SAFETENSORS, FileKind
 from mmldlm.checkpoints.files.torch_file import (
@@ -38,7 +40,7 @@ from mmldlm.checkpoints.formats.selection import (
     StoredValue,
     tree_of,
 )
-from mmldlm.checkpoints.formats.weight_source import FileRange
+from mmldlm.checkpoints.formats.weight_source import FileRange, RegularParts
 from mmldlm.checkpoints.manifest import DCP_METADATA
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error
@@ -62,10 +64,10 @@ class DcpTensor(StoredTensor):
         self.folder, self.name, self.chunks = folder, name, chunks
         self.dtype, self.shape = dtype, shape
 
-    def parts(self) -> list[FileRange]:
+    def parts(self) -> DcpParts:
         # The chunks must follow each other without gap or overlap.
         path, name, shape = self.folder.metadata_path, self.name, self.shape
-        parts, row = [], 0
+        chunks, row, count = [], 0, 0
         for offsets, sizes in sorted(self.chunks):
             if 0 in sizes:
                 continue
@@ -84,13 +86,40 @@ class DcpTensor(StoredTensor):
                 raise corrupt_file_error(
                     path, f"rows of {name} {shape} from {row} on in no chunk, or in two"
                 )
+            location = self.folder.locate(name, self.dtype, sizes, offsets)
+            chunks.append((count, sizes[0] if shape else 1, *location))
             row += sizes[0] if shape else 1
-            parts.append(self.folder.part(name, self.dtype, sizes, offsets))
-        if sum(part.count for part in parts) != numel(shape):
-            raise corrupt_file_error(
-                path, f"chunks of {name} {shape} with {sum(part.count for part in parts)} elements"
-            )
-        return parts
+            count += numel(sizes)
+        if count != numel(shape):
+            raise corrupt_file_error(path, f"chunks of {name} {shape} with {count} elements")
+        return DcpParts(self, chunks)
+
+
+class DcpParts(RegularParts):
+    """The chunks of a tensor.
+
+    Args:
+        tensor: The tensor.
+        chunks: (first element, rows, index of the file, first byte, number of bytes) of each.
+    """
+
+    def __init__(self, tensor: DcpTensor, chunks: list[tuple[int, int, int, int, int]]):
+        self._name, self._dtype, self._row = tensor.name, tensor.dtype, tensor.shape[1:]
+        self._is_scalar, self._random_access = not tensor.shape, tensor.folder.random_access
+        self._files = tensor.folder.files
+        # A fourth of the memory of tuples of whole numbers.
+        self._chunks = np.array(chunks, np.int64).reshape(-1, 5)
+
+    @property
+    def starts(self) -> np.ndarray:  # type: ignore[override]
+        return self._chunks[:, 0]
+
+    def __getitem__(self, index):
+        _, rows, file, offset, length = self._chunks[index].tolist()
+        sizes = () if self._is_scalar else (rows, *self._row)
+        ref = TensorRef(self._dtype, sizes, _row_major(sizes), "", 0, numel(sizes))
+        item = self._files[file].item(offset, length, ref, self._name, self._random_access)
+        return FileRange(item, ref, 0, ref.numel)
 
 
 class DcpValue(StoredValue):
@@ -111,7 +140,8 @@ class DcpFolder:
         path: Folder of the checkpoint.
         tree: Nested dict that was saved, with DcpTensor and DcpValue as leaves.
         values: Name -> pickled object.
-        items: Chunks and objects that have been requested so far.
+        files: Files, by name.
+        objects: Pickled objects that have been requested so far.
     """
 
     def __init__(self, path: Path, random_access: bool = False):
@@ -123,9 +153,10 @@ class DcpFolder:
         """
         self.path, self.random_access = path, random_access
         self.metadata_path = path / DCP_METADATA
-        self.items: list[DcpItem | DcpObject] = []
+        self.objects: list[DcpObject] = []
         self.values: dict[str, DcpValue] = {}
-        self._files: dict[str, DcpFile] = {}
+        self.files: list[DcpFile] = []
+        self._index_of: dict[str, int] = {}
         metadata = read_metadata(self.metadata_path)
         self._chunks, self._objects = _locations(self.metadata_path, metadata["storage_data"])
         self.tree = self._build_tree(metadata["state_dict_metadata"], metadata.get("planner_data"))
@@ -139,7 +170,7 @@ class DcpFolder:
 
     def close(self) -> None:
         """Close the files."""
-        for file in self._files.values():
+        for file in self.files:
             file.close()
 
     def _open_files(self) -> None:
@@ -149,7 +180,7 @@ class DcpFolder:
         ends: dict[str, int] = {}
         for relative, offset, length in self._chunks.values():
             ends[relative] = max(ends.get(relative, 0), offset + length)
-        for relative, end in ends.items():
+        for relative, end in sorted(ends.items()):
             file = self._file(relative)
             if file.size < end:
                 raise corrupt_file_error(
@@ -157,9 +188,10 @@ class DcpFolder:
                 )
 
     def _file(self, relative: str) -> DcpFile:
-        if relative not in self._files:
-            self._files[relative] = DcpFile(self.path / relative)
-        return self._files[relative]
+        if relative not in self._index_of:
+            self.files.append(DcpFile(self.path / relative))
+            self._index_of[relative] = len(self.files) - 1
+        return self.files[self._index_of[relative]]
 
     def _build_tree(self, entries: dict[str, Any], planner_data: Any) -> dict[Any, Any]:
         tree: dict[Any, Any] = {}
@@ -203,10 +235,10 @@ class DcpFolder:
                 )
                 raise UserError(f"the tensors of {name!r} in {self.path}", found, fix) from error
 
-    def part(
+    def locate(
         self, name: str, dtype: str, sizes: tuple[int, ...], offsets: tuple[int, ...]
-    ) -> FileRange:
-        """Return one chunk of a tensor."""
+    ) -> tuple[int, int, int]:
+        """Return (index of the file, first byte, number of bytes) of one chunk of a tensor."""
         location = self._chunks.get((name, offsets))
         if location is None:
             raise corrupt_file_error(self.metadata_path, f"no file for a chunk of {name}")
@@ -219,10 +251,7 @@ class DcpFolder:
                 f" {relative}"
             )
             raise corrupt_file_error(self.metadata_path, found)
-        ref = TensorRef(dtype, sizes, _row_major(sizes), "", 0, numel(sizes))
-        item = DcpItem(self._files[relative], offset, length, ref, name, self.random_access)
-        self.items.append(item)
-        return FileRange(item, ref, 0, ref.numel)
+        return self._index_of[relative], offset, length
 
     def open_object(self, name: str) -> DcpObject:
         """Open the file of a pickled object."""
@@ -230,7 +259,7 @@ class DcpFolder:
             raise corrupt_file_error(self.metadata_path, f"no file for {name}")
         relative, offset, length = self._objects[name]
         item = DcpObject(self._file(relative), offset, length, name, self.random_access)
-        self.items.append(item)
+        self.objects.append(item)
         return item
 
 
@@ -399,17 +428,39 @@ _NEAR_BYTES = 4096
 
 
 class DcpFile:
-    """One .distcp file; its items share the descriptor."""
+    """One .distcp file; its items share the descriptor. Pickled, it is its path alone."""
 
     def __init__(self, path: Path):
-        self.path = path
-        self.fd = open_for_reading(path)
+        self.path, self._fd = path, -1
+        # By first byte, dtype and shape.
+        self._items: dict[tuple[int, str, tuple[int, ...]], DcpItem] = {}
         self.size = os.fstat(self.fd).st_size
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_fd": -1, "_items": {}}
+
+    @property
+    def fd(self) -> int:
+        """Descriptor, opened where it is needed first."""
+        if self._fd < 0:
+            self._fd = open_for_reading(self.path)
+        return self._fd
+
+    def item(
+        self, offset: int, length: int, ref: TensorRef, what: str, random_access: bool
+    ) -> DcpItem:
+        """Return the chunk in these bytes, the same one for every request."""
+        key = (offset, ref.dtype, ref.shape)
+        return self._items.setdefault(key, DcpItem(self, offset, length, ref, what, random_access))
+
+    def verify_read_records(self) -> None:
+        for item in self._items.values():
+            item.verify_read_records()
+
     def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 class _ItemFile(TorchFile):
@@ -422,7 +473,11 @@ class _ItemFile(TorchFile):
     def __init__(self, file: DcpFile, offset: int, length: int, random_access: bool):
         # Pairs of first byte and bytes.
         self._near: list[tuple[int, bytes]] = []
+        self._file = file
         super().__init__(file.path, random_access, file.fd, (offset, length))
+
+    def _descriptor(self) -> int:
+        return self._file.fd
 
     def _read_directory(self):
         self._near.append((0, self._pread(0, min(_NEAR_BYTES, self.file_size))))

@@ -33,7 +33,7 @@ from mmldlm.checkpoints.formats.optimizer import (
     plain_scaling,
     read_scaling,
 )
-from mmldlm.checkpoints.formats.weight_source import FileRange
+from mmldlm.checkpoints.formats.weight_source import FileRange, RegularParts
 from mmldlm.checkpoints.manifest import (
     DEEPSPEED_STATE,
     ENGINE_FOLDER,
@@ -364,15 +364,18 @@ def slice_parts(
     return parts
 
 
-def gather_parts(
-    files: list[TorchFile], flats: list[TensorRef], offset: int, count: int
-) -> list[FileRange]:
-    """Return a parameter of `count` elements, cut into equal partitions that start at `offset` on
-    every rank (ZeRO-3).
+class GatheredParts(RegularParts):
+    """A parameter of `count` elements, cut into equal partitions that start at `offset` on every
+    rank (ZeRO-3); the last ranks may have none.
     """
-    size = -(-count // len(files))
-    counts = [max(0, min(size, count - rank * size)) for rank in range(len(files))]
-    return [FileRange(file, flat, offset, held) for file, flat, held in zip(files, flats, counts)]
+
+    def __init__(self, files: list[TorchFile], flats: list[TensorRef], offset: int, count: int):
+        self._files, self._flats, self._offset, self._count = files, flats, offset, count
+        self.starts = range(0, count, max(1, -(-count // len(files))))
+
+    def __getitem__(self, rank):
+        count = min(self.starts.step, self._count - self.starts[rank])
+        return FileRange(self._files[rank], self._flats[rank], self._offset, count)
 
 
 # -- Counters

@@ -30,6 +30,7 @@ from mmldlm.checkpoints.files.torch_file import (
 )
 from mmldlm.checkpoints.files.unpickler import TensorRef
 from mmldlm.checkpoints.formats.deepspeed_files import (
+    GatheredParts,
     buffer_names,
     check_model_files,
     check_optimizer_files,
@@ -40,7 +41,6 @@ from mmldlm.checkpoints.formats.deepspeed_files import (
     find_states,
     flat_groups,
     frozen_shapes,
-    gather_parts,
     inner_optimizer,
     inner_paddings,
     list_files,
@@ -69,6 +69,7 @@ from mmldlm.checkpoints.formats.universal_folder import (
 from mmldlm.checkpoints.formats.weight_source import (
     READ_DEFAULTS,
     FileRange,
+    Parts,
     ReadOptions,
     TensorInfo,
     WeightSource,
@@ -256,9 +257,9 @@ class ZeroCheckpoint(WeightSource):
         shared = state.get("shared_params") or state.get("aliases")
         self.mark_tied(shared if isinstance(shared, dict) else {}, file.path)
 
-    def _add_trainable(self, name: str, shape: tuple[int, ...], parts: list[FileRange]) -> None:
+    def _add_trainable(self, name: str, shape: tuple[int, ...], parts: Parts) -> None:
         self.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
-        self.parts[name] = [part for part in parts if part.count]
+        self.parts[name] = parts
 
     # -- ZeRO-0
     # ---------------------------------------------------------------------------------------------
@@ -300,7 +301,8 @@ class ZeroCheckpoint(WeightSource):
         for name, shape in shapes.items():
             if name in masters.parts:
                 self.low_precision_copies[name] = self.parts[name]
-                self._add_trainable(name, shape, [masters.parts[name]])
+                held = masters.parts[name]
+                self._add_trainable(name, shape, [held] if held.count else [])
             elif name not in masters.unknown:
                 self.set_kind_and_dtype(name, "frozen")
         if masters.unknown:
@@ -429,11 +431,10 @@ class ZeroCheckpoint(WeightSource):
             moments = flat_moments(optim, states, index, [[needed]] * world) if states else {}
             offset = 0
             for name, shape in group.items():
-                self._add_trainable(name, shape, gather_parts(optim, flats, offset, numel(shape)))
+                self._add_trainable(name, shape, GatheredParts(optim, flats, offset, numel(shape)))
                 for key, flat in moments.items():
-                    self.moments.setdefault(key, {})[name] = gather_parts(
-                        optim, flat, offset, numel(shape)
-                    )
+                    parts = GatheredParts(optim, flat, offset, numel(shape))
+                    self.moments.setdefault(key, {})[name] = parts
                 offset += -(-numel(shape) // world)
         self._add_frozen3(model_files, models)
         self._add_shared3(file, state)
@@ -461,9 +462,7 @@ class ZeroCheckpoint(WeightSource):
                     f"fragments of frozen {name} have different dtypes over the ranks",
                 )
             self.tensors[name] = TensorInfo(name, flats[0].dtype, tuple(shape), "frozen")
-            self.parts[name] = [
-                part for part in gather_parts(files, flats, 0, numel(shape)) if part.count
-            ]
+            self.parts[name] = GatheredParts(files, flats, 0, numel(shape))
 
     def _add_shared3(self, file: TorchFile, state: dict) -> None:
         for alias, owner in shared_params(file, state).items():

@@ -24,7 +24,12 @@ from mmldlm.checkpoints.files.torch_file import (
 )
 from mmldlm.checkpoints.files.torch_writer import GlobalRef, ObjectSpec, TensorSpec
 from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef, dtype_name
-from mmldlm.checkpoints.formats.weight_source import FileRange, OpenedCheckpoint, WeightSource
+from mmldlm.checkpoints.formats.weight_source import (
+    FileRange,
+    OpenedCheckpoint,
+    Parts,
+    WeightSource,
+)
 from mmldlm.checkpoints.manifest import RUN_CONFIG, STATE_FILE
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
@@ -419,13 +424,13 @@ def moments_by_name(
     states: list[TensorState],
     names: list[str],
     shapes: dict[str, tuple[int, ...]],
-) -> dict[str, dict[str, list[FileRange]]]:
+) -> dict[str, dict[str, Parts]]:
     """Return the moments of an optimizer over unsharded parameters, `names` in its order.
 
     Raises:
         UserError: a moment whose shape is not its parameter's.
     """
-    moments: dict[str, dict[str, list[FileRange]]] = {key: {} for key in MOMENTS}
+    moments: dict[str, dict[str, Parts]] = {key: {} for key in MOMENTS}
     for state, name in zip(states, names):
         for key in state.keys:
             ref = moment(file, state, key, name)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mmldlm.checkpoints.files.dtypes import DTYPES, numel
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef
-from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
+from mmldlm.checkpoints.formats.weight_source import FileRange, Parts, TensorInfo, WeightSource
 from mmldlm.checkpoints.formats.wrapper_names import AVERAGED, is_averaged
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import count_noun, join_some
@@ -62,7 +62,7 @@ class StoredTensor:
     dtype: str
     shape: tuple[int, ...]
 
-    def parts(self) -> list[FileRange]:
+    def parts(self) -> Parts:
         """Return where its elements are.
 
         Raises:
@@ -541,7 +541,7 @@ class FileTensor(StoredTensor):
     def __init__(self, file: TorchFile, ref: TensorRef):
         self.file, self.ref, self.dtype, self.shape = file, ref, ref.dtype, ref.shape
 
-    def parts(self) -> list[FileRange]:
+    def parts(self) -> Parts:
         ref = self.ref
         self.file.check_ref(ref, f"a tensor of shape {ref.shape}")
         if not ref.is_contiguous:

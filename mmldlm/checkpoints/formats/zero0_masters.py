@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mmldlm.checkpoints.files.dtypes import DTYPES, cast, numel
 from mmldlm.checkpoints.files.torch_file import CHUNK_BYTES, TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import TensorRef
-from mmldlm.checkpoints.formats.weight_source import FileRange, read_parts
+from mmldlm.checkpoints.formats.weight_source import FileRange, Parts, read_parts
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
 
@@ -44,7 +44,7 @@ def match_masters(
     file: TorchFile,
     optimizer: dict,
     names: Any,
-    low_precision_copies: dict[str, list[FileRange]],
+    low_precision_copies: dict[str, Parts],
     shapes: Shapes,
 ) -> Masters | None:
     """Return the masters by name; None if the optimizer keeps none (an fp32 engine).
@@ -135,7 +135,7 @@ def _flat_masters(
 def _by_value(
     file: TorchFile,
     groups: list[list[TensorRef]],
-    copies: dict[str, list[FileRange]],
+    copies: dict[str, Parts],
     shapes: Shapes,
 ) -> Masters:
     """Match masters with the low-precision weights to which they round."""
