@@ -27,6 +27,22 @@ if sys.argv[:1] == ["-m"] and not getattr(sys.flags, "safe_path", False):
         sys.path[:1] = [] if _folder in sys.path[1:] else [_folder]
 
 
+def heartbeat(step: int) -> None:
+    """Report to `mmldlm launch -- SCRIPT` that this rank works; does nothing without it.
+
+    Called once per step on every rank, it lets the watcher end a run that hangs and name the rank
+    that the others wait for. Work between two calls (an evaluation, a save) has the time of
+    `--heartbeat-timeout`; a call with the same step counts, too.
+
+    Args:
+        step: Number of the step, which all ranks count alike.
+    """
+    if "MMLDLM_LAUNCH" in os.environ:
+        from mmldlm.launch.script_heartbeat import reporter
+
+        reporter().beat(step)
+
+
 def load(
     path: str | Path,
     device: str | None = None,
