@@ -5,13 +5,17 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=8
 #SBATCH --signal=USR1@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
 # Train under Slurm:  sbatch launchers/slurm.sh data.latent_data_root=STORE [key=value ...]   (from the checkout's folder)
 #
 #   MASTER_PORT      default 29500
+#   REQUEUES         how often the job may put itself back into the queue, to go on from its checkpoint (default 0)
 #   CONFIG_NAME, DS_CONFIG, LEARNING_RATE ...: as in launchers/single_node.sh
 #
 # Nodes, tasks and time are set by the #SBATCH lines (or options of sbatch). Five minutes before the time limit Slurm sends
-# SIGUSR1: the ranks save a checkpoint and exit with 5; add training.resume=auto to continue in another job.
+# SIGUSR1: the ranks save a checkpoint and exit with 5; with REQUEUES=20 the job then requeues itself and continues there, else
+# add training.resume=auto to continue in another job. A job that Slurm requeues, after a node failed, continues, too.
 # Run `bash launchers/single_node.sh` or `mmldlm config` once before, to create the virtual environment.
 set -euo pipefail
 root=${SLURM_SUBMIT_DIR:-$(cd "$(dirname "$0")/.." && pwd)}
@@ -20,6 +24,7 @@ root=${SLURM_SUBMIT_DIR:-$(cd "$(dirname "$0")/.." && pwd)}
 [ -n "${SLURM_JOB_ID:-}" ] || mmldlm_fail "this is not a Slurm job" "start it with: sbatch launchers/slurm.sh ..."
 
 mmldlm_launch_args
+mmldlm_count REQUEUES 0
 mmldlm_same NNODES SLURM_NNODES "pass the nodes to sbatch: unset NNODES, or sbatch --nodes=${NNODES:-}"
 mmldlm_same NPROC_PER_NODE SLURM_NTASKS_PER_NODE \
     "pass the ranks to sbatch: unset NPROC_PER_NODE, or sbatch --ntasks-per-node=${NPROC_PER_NODE:-}"
@@ -30,7 +35,16 @@ MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | hea
 export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}"
 # srun does not inherit --cpus-per-task from the batch job (Slurm 22.05 and later): every rank would get one core.
 export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-1}}
+restarts=${SLURM_RESTART_COUNT:-0}
+[ "$restarts" = 0 ] || set -- "$@" training.resume=auto
 # All five variables that DeepSpeed and torch read, from Slurm's own: tasks need no discovery.
-exec srun --kill-on-bad-exit=1 --label bash -c '
+code=0
+srun --kill-on-bad-exit=1 --label bash -c '
     export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-    exec "$0" -u "$@"' "$PYTHON" "$MMLDLM_PACKAGE/train.py" "${MMLDLM_ARGS[@]}" "$@"
+    exec "$0" -u "$@"' "$PYTHON" "$MMLDLM_PACKAGE/train.py" "${MMLDLM_ARGS[@]}" "$@" || code=$?
+# 5: interrupted, with a checkpoint saved. A job that is being cancelled is not running any more, and cannot be requeued.
+if [ "$code" = 5 ] && [ "$restarts" -lt "${REQUEUES:-0}" ]; then
+    echo "requeued to continue from its checkpoint (restart $((restarts + 1)) of at most $REQUEUES)"
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

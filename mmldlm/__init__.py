@@ -27,11 +27,28 @@ if sys.argv[:1] == ["-m"] and not getattr(sys.flags, "safe_path", False):
         sys.path[:1] = [] if _folder in sys.path[1:] else [_folder]
 
 
+def heartbeat(step: int) -> None:
+    """Report to `mmldlm launch -- SCRIPT` that this rank works; does nothing without it.
+
+    Called once per step on every rank, it lets the watcher end a run that hangs and name the rank
+    that the others wait for. Work between two calls (an evaluation, a save) has the time of
+    `--heartbeat-timeout`; a call with the same step counts, too.
+
+    Args:
+        step: Number of the step, which all ranks count alike.
+    """
+    if "MMLDLM_LAUNCH" in os.environ:
+        from mmldlm.launch.script_heartbeat import reporter
+
+        reporter().beat(step)
+
+
 def load(
     path: str | Path,
     device: str | None = None,
     dtype: torch.dtype | None = None,
     encoder_dir: str | None = None,
+    revision: str | None = None,
 ) -> TrainedModel:
     """Load a trained model, to write and embed texts, or to caption and draw images.
 
@@ -40,16 +57,20 @@ def load(
 
     Args:
         path: A run (its latest checkpoint), a checkpoint of any engine, a model.pt, or a folder
-            written by `mmldlm convert`. The weights are read, not their moving average.
+            written by `mmldlm convert`; or OWNER/NAME of such a folder on the Hugging Face hub,
+            of which only data files are downloaded. A path that exists is never asked for there.
+            The weights are read, not their moving average.
         device: Device of the model; None: cuda if available, else cpu.
         dtype: Type of the weights; None: fp32.
         encoder_dir: Folder of the encoder of the training data, or the folder that holds it, where
             it is not found otherwise.
+        revision: Branch, tag or commit of a model on the hub; None: main.
 
     Raises:
-        UserError: no such folder or device, or files that are damaged or do not belong together.
+        UserError: no such folder, model or device, or files that are damaged or do not belong
+            together.
     """
     # Inside: `import mmldlm` starts without torch.
     from mmldlm.inference.trained_model import TrainedModel
 
-    return TrainedModel(path, device, dtype, encoder_dir)
+    return TrainedModel(path, device, dtype, encoder_dir, revision)

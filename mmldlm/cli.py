@@ -122,6 +122,7 @@ VERBS = {
         "print the content of a checkpoint without reading its weights",
     ),
     "convert diff": (_convert_diff, "compare two checkpoints tensor by tensor"),
+    "push": ("mmldlm.commands.push", "publish a converted model on the Hugging Face hub"),
     "sample": (
         "mmldlm.commands.sample",
         "text from embeddings, embeddings from text, or both unconditionally",

@@ -271,13 +271,22 @@ def source_metadata(opened: OpenedCheckpoint) -> dict[str, object]:
     """Return what a conversion records of its source."""
     return {
         "mmldlm_version": __version__,
-        "source": str(opened.checkpoint or opened.weights.path),
+        "source": _source_name(opened),
         "source_manifest_sha256": opened.manifest_sha256(),
         "engine": opened.engine,
         "stage": opened.weights.stage,
         "world_size": opened.world_size,
         "step": opened.step,
     }
+
+
+def _source_name(opened: OpenedCheckpoint) -> str:
+    """Return RUN/checkpoints/STEP, or the last part of another path: OUT is made to be passed on,
+    and says nothing of this machine's folders.
+    """
+    if opened.checkpoint is None:
+        return opened.weights.path.absolute().name
+    return "/".join(opened.checkpoint.absolute().parts[-3:])
 
 
 def _check_range(

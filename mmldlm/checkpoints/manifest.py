@@ -43,8 +43,6 @@ DEEPSPEED_STATE = "deepspeed.pt"
 SAFETENSORS_FILE = "model.safetensors"
 SAFETENSORS_INDEX = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
-# Value of config.json by which other programs know whose model it is.
-MODEL_TYPE = "mmldlm"
 
 # zero_optimization.sub_group_size where a DeepSpeed config does not set it.
 SUB_GROUP_SIZE = 10**9

@@ -12,14 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint
-from mmldlm.checkpoints.manifest import CHECKPOINTS, CONFIG_FILE, MODEL_TYPE, STATE_FILE
+from mmldlm.checkpoints.manifest import CHECKPOINTS, CONFIG_FILE, STATE_FILE
+from mmldlm.checkpoints.output_folder import CARD
 from mmldlm.config.task_names import DEFAULT_TASK, TASK_NAMES
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import count_noun, printable
+from mmldlm.utils.hub import MODEL_TYPE
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.json_files import read_json
 
-CARD = "README.md"
 # The figures of a run's evaluations, beside its checkpoints.
 _EVALUATIONS = "eval_log.jsonl"
 _MAX_WORD = 120

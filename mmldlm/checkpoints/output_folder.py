@@ -18,6 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from mmldlm.checkpoints.files.file_io import open_regular_descriptor
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint
@@ -25,7 +26,6 @@ from mmldlm.checkpoints.manifest import (
     CONFIG_FILE,
     MANIFEST,
     MODEL_CONFIG,
-    MODEL_TYPE,
     RUN_CONFIG,
     SAFETENSORS_FILE,
     read_manifest,
@@ -34,6 +34,7 @@ from mmldlm.data import CODEC_FILES
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.atomic_files import fsync_path
 from mmldlm.utils.formatting import describe_os_error, explain_os_error, format_bytes
+from mmldlm.utils.hub import MODEL_TYPE
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.paths import lock_file
@@ -62,6 +63,8 @@ _STATES = re.compile(
     r"README\.md|model\.pt|optimizer\.pt|deepspeed\.pt|\.metadata|trainable\.json|__\d+_0\.distcp|zero|latest|checkpoints"
 )
 CONVERSION_MARKER = "converted.json"
+CARD = "README.md"
+_MACHINE_PATH = re.compile(r"(file:/)?(~[\w.-]*)?/[^\n]*\w[^\n]*")
 # From this number of files on one syncfs is faster than an fsync per file.
 _MANY_FILES = 32
 
@@ -441,8 +444,15 @@ def copy_tokenizer_files(opened: OpenedCheckpoint, dtype: str | None, folder: Pa
                 " written"
             ]
         config = _copy_config(source, source / CONFIG_FILE, dtype, folder)
+        is_ours = config.get("model_type") == MODEL_TYPE
         for path in sorted(source.iterdir()):
-            if TOKENIZER_FILES.fullmatch(path.name) and path.name != CONFIG_FILE:
+            if is_ours and path.name == RUN_CONFIG:
+                _copy_run_config(source, path, folder)
+            elif (
+                path.name == CARD
+                and is_ours
+                or (TOKENIZER_FILES.fullmatch(path.name) and path.name != CONFIG_FILE)
+            ):
                 (copy_tree if path.is_dir() else copy_file)(source, path, folder / path.name)
         if "_class_name" in config:
             return [
@@ -465,7 +475,9 @@ def _copy_listed_files(checkpoint: Path, dtype: str | None, folder: Path) -> lis
         _copy_config(checkpoint, checkpoint / MODEL_CONFIG, dtype, folder, MODEL_TYPE)
     else:
         notes.append(f"{MODEL_CONFIG} is not in the checkpoint: no config.json was written")
-    for name in (RUN_CONFIG, *CODEC_FILES):
+    if RUN_CONFIG in listed:
+        _copy_run_config(checkpoint, checkpoint / RUN_CONFIG, folder)
+    for name in CODEC_FILES:
         if name in listed:
             copy_file(checkpoint, checkpoint / name, folder / name)
     tokenizer = [name for name in listed if name.startswith(f"{TOKENIZER_FOLDER}/")]
@@ -529,8 +541,32 @@ def _copy_config(
     config = read_json(real_path(root, path), "restore the file, or move it away")
     if model_type is not None:
         config = {"model_type": model_type, **config}
+    if config.get("model_type") == MODEL_TYPE:
+        config = without_machine_paths(config)
     if dtype is not None:
         # transformers has renamed this key and reads both names.
         config["dtype" if "dtype" in config else "torch_dtype"] = dtype
     (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n")
     return config
+
+
+def _copy_run_config(root: Path, path: Path, folder: Path) -> None:
+    """Copy a run's config.yaml, of whose paths (store, run folder, cache) the names are left."""
+    from mmldlm.config.yaml_reader import format_yaml, read_yaml
+
+    values = without_machine_paths(read_yaml(real_path(root, path)))
+    (folder / RUN_CONFIG).write_text(format_yaml(values), encoding="utf-8")
+
+
+def without_machine_paths(value: Any) -> Any:
+    """Return a value of JSON or YAML with the last part of every absolute path in it alone."""
+    if isinstance(value, dict):
+        return {key: without_machine_paths(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [without_machine_paths(entry) for entry in value]
+    return Path(value).name if is_machine_path(value) else value
+
+
+def is_machine_path(value: Any) -> bool:
+    """Whether a value is an absolute path of some machine, or one below a user's home."""
+    return isinstance(value, str) and bool(_MACHINE_PATH.fullmatch(value))

@@ -20,6 +20,9 @@ PREFIXES = (
     "DS_",
     "DEEPSPEED_",
     "MMLDLM_",
+    # Of accelerate, in scripts of the user's own.
+    "ACCELERATE_",
+    "FSDP_",
     "FI_",
     "UCX_",
     "RDMAV_",

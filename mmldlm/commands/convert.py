@@ -17,7 +17,7 @@ from mmldlm.checkpoints.files.file_io import raise_malloc_thresholds
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.inspect import diff, inspect, summarize
 from mmldlm.checkpoints.manifest import SAFETENSORS_FILE, SUB_GROUP_SIZE, TARGETS
-from mmldlm.checkpoints.model_card import CARD
+from mmldlm.checkpoints.output_folder import CARD
 from mmldlm.checkpoints.to_checkpoint import convert_state, dry_run
 from mmldlm.commands import RenamedOption
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError

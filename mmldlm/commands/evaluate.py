@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="PATH",
         help=(
-            "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`"
+            "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`,"
+            " here or on the Hugging Face hub (OWNER/NAME)"
         ),
     )
     suites = "; ".join(f"{name}: {text}" for name, text in SUITES.items())

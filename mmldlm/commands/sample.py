@@ -48,7 +48,8 @@ from mmldlm.utils.settings import given_options
 OUTPUTS = ("samples.jsonl", "latents.npy", "settings.json", "sheet.png")
 OWNED = (*OUTPUTS, EACH_PICTURE)
 CHECKPOINT_HELP = (
-    "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`"
+    "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`, here"
+    " or on the Hugging Face hub (OWNER/NAME)"
 )
 MAX_TABLE_ROWS = 20
 TITLES = {

@@ -29,7 +29,7 @@ class HeartbeatRecord:
         pid: Process id of the sender.
         number: Number of this publication, by which a new one is recognized.
         step: Last finished optimizer step.
-        phase: Work of the main thread since then.
+        phase: Work of the main thread since then; "" if unknown.
         progress_counter: Number of changes of (step, phase). All ranks go through the same pairs,
             so it is a clock that all ranks share.
         age: Seconds between the main thread's last report and this publication.
@@ -237,4 +237,4 @@ def _report(failed: list[Observation], predicate: Callable[[Observation], str]) 
 
 
 def _progress(beat: HeartbeatRecord) -> str:
-    return f"step {beat.step}, phase '{beat.phase}'"
+    return f"step {beat.step}" + (f", phase '{beat.phase}'" if beat.phase else "")

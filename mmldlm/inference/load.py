@@ -27,6 +27,7 @@ from mmldlm.models.base import BaseTransformer
 from mmldlm.models.pretrained_io import COPY_AGAIN, check_shapes, checked_section, read_values
 from mmldlm.tasks.registry import find_task
 from mmldlm.tasks.text_task import Pretrained, TextTask
+from mmldlm.utils.hub import model_path
 
 CONVERT = (
     "name a run or a checkpoint of mmldlm, or create the folder with `mmldlm convert RUN/latest"
@@ -132,20 +133,24 @@ def _copy_weights(model: nn.Module, weights: WeightSource) -> None:
 
 @reports_deletion
 def load_pretrained(
-    path: str | Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+    path: str | Path,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    revision: str | None = None,
 ) -> Pretrained:
     """Load a model and its settings from a run, checkpoint or converted folder.
 
     Args:
         path: A run, RUN/latest, a checkpoint of any engine, a model.pt, or a folder written by
-            `mmldlm convert`. From a checkpoint the weights are read, not their moving average (as
-            in `mmldlm convert` without --ema).
+            `mmldlm convert`, here or on the Hugging Face hub (OWNER/NAME). From a checkpoint the
+            weights are read, not their moving average (as in `mmldlm convert` without --ema).
+        revision: Branch, tag or commit of a model on the hub.
 
     Raises:
         UserError: unreadable or corrupt files, a missing config, tokenizer or diffusion settings,
             a tokenizer with another vocabulary, or a checkpoint that its run deletes meanwhile.
     """
-    model, values, config_path, task = load_model(path, device, dtype)
+    model, values, config_path, task = load_model(model_path(path, revision), device, dtype)
     sections: dict[str, Any] = {"text_diffusion": None, "latent_diffusion": None}
     for key in sections:
         if key not in task.config_class.model_fields:

@@ -48,10 +48,13 @@ class TrainedModel:
         device: str | None = None,
         dtype: torch.dtype | None = None,
         encoder_dir: str | None = None,
+        revision: str | None = None,
     ):
         if not isinstance(dtype, torch.dtype | None) or dtype and not dtype.is_floating_point:
             raise UserError("dtype: a float type of torch", repr(dtype), "give torch.bfloat16")
-        self.pretrained = load_pretrained(path, usable_device(device), dtype or torch.float32)
+        self.pretrained = load_pretrained(
+            path, usable_device(device), dtype or torch.float32, revision
+        )
         self._encoder_dir = encoder_dir
 
     def decode(

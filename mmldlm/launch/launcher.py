@@ -38,7 +38,7 @@ def launch(args: argparse.Namespace) -> int:
         if attempt:
             print_line(f"\nattempt {attempt + 1} of {args.retries + 1}")
         log_dir = create_log_dir(_log_folder(args, run_dir))
-        outcome = Watcher(context, command, log_dir, args.grace).run()
+        outcome = Watcher(context, command, log_dir, args.grace, args.heartbeat_timeout).run()
         print_outcome(outcome, log_dir, run_dir)
         if attempt == args.retries or not _is_retryable(outcome, context):
             break

@@ -21,7 +21,12 @@ import psutil
 
 from mmldlm.cluster.agent import serve
 from mmldlm.launch import state_files
-from mmldlm.launch.rank_wrapper import LAUNCH_ID_VAR, launch_file, state_file
+from mmldlm.launch.rank_wrapper import (
+    LAUNCH_ID_VAR,
+    heartbeat_file,
+    launch_file,
+    state_file,
+)
 from mmldlm.utils.network import port_owner
 from mmldlm.utils.stop_signals import keep_exit_codes
 
@@ -122,8 +127,9 @@ def report_ranks(args: dict) -> dict:
     """Return {"ranks": rank states, "processes": number of the launch's processes, "ended":
     statuses of torchrun}.
 
-    A rank is "alive" while its wrapper runs, and "orphan" if its launcher has ended. The launch
-    file, which may contain secrets, is deleted once args["slots"] ranks have read it.
+    A rank is "alive" while its wrapper runs, and "orphan" if its launcher has ended; "heartbeat"
+    is the last one of a script that sends them, or None. The launch file, which may contain
+    secrets, is deleted once args["slots"] ranks have read it.
     """
     launch = args["launch"]
     _launches.add(launch)
@@ -135,11 +141,13 @@ def report_ranks(args: dict) -> dict:
     # Processes are read first and states last: a rank that ends in between must not seem to have
     # ended without a status.
     num_processes = len(launch_processes(launch))
+    heartbeats = state_files.read_newest(launch, heartbeat_file(host, "*"))
     for name, state in state_files.read_newest(launch, state_file(host, "*")).items():
         parent = _parent(state["pid"]) if state["exit"] is None else None
         if parent is None:
             state = state_files.read_newest(launch, name).get(name, state)
         state["alive"], state["orphan"] = parent is not None, parent not in (None, state["parent"])
+        state["heartbeat"] = heartbeats.get(heartbeat_file(host, state["rank"]))
         ranks.append(state)
     if len(ranks) == args.get("slots"):
         state_files.remove(launch, launch_file(host))

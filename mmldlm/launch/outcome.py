@@ -11,6 +11,7 @@ import contextlib
 import signal
 from dataclasses import dataclass, field
 
+from mmldlm.distributed.failure_attribution import FailureReport
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
 from mmldlm.launch.rank_wrapper import LAST_LINES
@@ -58,6 +59,19 @@ def node_outcome(reason: str, views: Views, nodes: list[str]) -> Outcome:
     ):
         last_lines = state.get("last") or _read_last_lines(state)
     return Outcome(EXIT_FAILED, reason, last_lines, nodes)
+
+
+def hung_outcome(hung: FailureReport, views: Views) -> Outcome:
+    """Return the outcome of ranks that have stopped sending heartbeats, with the last lines of one
+    of them.
+    """
+    nodes = [
+        name
+        for name, view in views.items()
+        if any(state["rank"] in hung.ranks for state in view["ranks"])
+    ]
+    first = next(state for state in rank_states(views) if state["rank"] in hung.ranks)
+    return Outcome(EXIT_FAILED, hung.sentence, _read_last_lines(first), nodes)
 
 
 def failed_rank_outcome(

@@ -52,6 +52,11 @@ def state_file(host: str, rank: int | str) -> str:
     return f"{host}_rank{rank}.json"
 
 
+def heartbeat_file(host: str, rank: int | str) -> str:
+    """Return the name of the file with a rank's heartbeats (script_heartbeat.py)."""
+    return f"{host}_heartbeat{rank}.json"
+
+
 def oom_kills() -> int | None:
     """Return how many processes the kernel's OOM killer ended on this node since boot; None if
     unknown.

@@ -32,9 +32,11 @@ from mmldlm.launch.outcome import (
     Views,
     failed_rank_outcome,
     has_failed,
+    hung_outcome,
     node_outcome,
     rank_states,
 )
+from mmldlm.launch.script_heartbeat import HEARTBEAT_TIMEOUT, HangWatch
 from mmldlm.preflight.context import Context
 from mmldlm.utils.screen import print_line
 from mmldlm.utils.stop_signals import handle_stop_signals
@@ -67,11 +69,20 @@ class Watcher:
         log_dir: Existing folder that all nodes share, for one log per rank, the launcher's log and
             the hostfile.
         grace: Seconds for saving a checkpoint after an interrupt.
+        heartbeat_timeout: Seconds without `mmldlm.heartbeat` after which a rank counts as hung.
     """
 
-    def __init__(self, context: Context, command: list[str], log_dir: Path, grace: float = 120.0):
+    def __init__(
+        self,
+        context: Context,
+        command: list[str],
+        log_dir: Path,
+        grace: float = 120.0,
+        heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+    ):
         self.context, self.command = context, command
         self.log_dir, self.grace = log_dir, grace
+        self._hang_watch = HangWatch(heartbeat_timeout)
         self.launch_id = uuid.uuid4().hex
         self.pool = AgentPool([self._agent(name) for name in context.names])
         self.process: subprocess.Popen | None = None
@@ -336,7 +347,8 @@ class Watcher:
             reason = self._node_failure(name, view, age)
             if reason is not None:
                 return node_outcome(f"{name}: {reason}", views, [name])
-        return None
+        hung = self._hang_watch.find_hung(views, time.monotonic())
+        return None if hung is None else hung_outcome(hung, views)
 
     def _node_failure(self, name: str, view: dict, age: float) -> str | None:
         """Return why the launcher's part on a node has failed; None while it is healthy."""

@@ -22,6 +22,7 @@ from mmldlm.errors import UserError
 from mmldlm.models.base import BaseTransformer
 from mmldlm.models.meta_device import meta_device
 from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.hub import model_path
 from mmldlm.utils.input_files import open_regular
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.validation import describe_problems
@@ -36,9 +37,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 def read(kind: type[Model], path: str | Path, device: str, dtype: torch.dtype) -> Model:
     """Implement `MultimodalMMDiT.from_pretrained`."""
-    folder = Path(path)
-    if not folder.is_dir():
-        folder = _download(str(path))
+    folder = model_path(path)
     config_path = folder / "config.json"
     config = checked_section(read_values(config_path), kind.config_class, config_path)
     files = _weight_files(folder)
@@ -64,24 +63,6 @@ def read(kind: type[Model], path: str | Path, device: str, dtype: torch.dtype) -
     model.to(device=device, dtype=dtype)
     model.latent_mean, model.latent_std = mean.to(device), std.to(device)
     return model.eval()
-
-
-def _download(repository: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(
-            snapshot_download(
-                repository, allow_patterns=["*.safetensors", "*.json", "*.npy", "tokenizer/*"]
-            )
-        )
-    except Exception as error:
-        raise UserError(
-            f"a folder or a Hugging Face repository named {repository}",
-            f"no such folder, and an error from the hub: {error}",
-            "check the path; a run's checkpoint must be converted first (`mmldlm convert"
-            " RUN/latest OUT`)",
-        ) from error
 
 
 def read_values(path: Path) -> dict[str, Any]:

@@ -18,12 +18,13 @@ CONFIG = {
 }
 
 
-def run_of(folder, config, evaluations=None):
+def run_of(folder, config, evaluations=None, run_config=""):
     """A run with one committed checkpoint of six weights at step 7."""
     pending = begin(folder, 7)
     (pending.path / "engine").mkdir()
     torch.save({"w": torch.ones(2, 3)}, pending.path / "engine" / "model.pt")
     (pending.path / "model_config.json").write_text(json.dumps(config))
+    (pending.path / "config.yaml").write_text(run_config)
     (pending.path / "training_state.json").write_text('{"num_samples": 500, "global_batch": 32}')
     pending.commit(engine="single")
     if evaluations is not None:
@@ -88,3 +89,24 @@ def test_words_of_a_file_are_no_markup(tmp_path):
 def test_part_of_a_model_has_no_card(tmp_path):
     convert(run_of(tmp_path / "run", CONFIG), tmp_path / "out", only=["w"])
     assert not (tmp_path / "out" / "README.md").exists()
+
+
+def test_a_conversion_names_no_folder_of_the_machine(tmp_path):
+    run_config = f"data:\n  latent_data_root: {tmp_path}/store\n  num_workers: 2\n"
+    config = CONFIG | {"tokenizer": {"name": "~/tokenizers/mine"}}
+    run = run_of(tmp_path / "run", config, run_config=run_config)
+    out, again = tmp_path / "out", tmp_path / "again"
+    convert(run, out)
+    assert (
+        out / "config.yaml"
+    ).read_text() == "data:\n  latent_data_root: store\n  num_workers: 2\n"
+    assert json.loads((out / "config.json").read_text())["tokenizer"] == {"name": "mine"}
+    assert b"run/checkpoints/step_00000007" in (out / "model.safetensors").read_bytes()
+    # A folder of an earlier version, with a card that its owner has edited.
+    (out / "config.yaml").write_text(run_config)
+    (out / "README.md").write_text("my card")
+    convert(out, again)
+    assert (again / "README.md").read_text() == "my card"
+    for folder in (out, again):
+        named = [path.name for path in folder.iterdir() if bytes(tmp_path) in path.read_bytes()]
+        assert named == (["config.yaml"] if folder == out else [])

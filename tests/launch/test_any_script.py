@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 
@@ -87,3 +88,24 @@ def test_preflight_finds_what_the_script_lacks(folder):
     assert done.returncode == 1 and "no package nosuchpackage" in done.stdout
     assert mmldlm(folder, "launch", *words).returncode == 1
     assert not (folder / "mmldlm_logs").exists()
+
+
+def test_a_port_that_is_taken_is_named_before_a_rank_starts(folder):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        words = ["--level", "0", "--master_port", port, "--launcher", "torchrun"]
+        done = mmldlm(folder, "launch", *words, "--", "run.py", "told")
+    assert done.returncode == 1 and f"port {port} is not available" in done.stderr
+    assert f"(process {os.getpid()}: " in done.stderr and not list((folder / "told").iterdir())
+
+
+@pytest.mark.parametrize("script", ["trainer.py", "accelerate_loop.py"])
+def test_scripts_of_other_libraries_train(tmp_path, script):
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    path = ROOT / "examples" / "any_script" / script
+    words = ["--launcher", "torchrun", "--level", "0", "--", path, "--steps", 3]
+    done = mmldlm(tmp_path, "launch", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ("step 3: loss" if script == "accelerate_loop.py" else "train_loss") in done.stdout

@@ -216,7 +216,7 @@ def test_a_foreign_signal_is_a_fault_that_is_retried(
     context.options.launcher = name
 
     class Ends:
-        def __init__(self, context, train_args, log_dir, grace):
+        def __init__(self, context, train_args, log_dir, grace, heartbeat_timeout):
             seen.append(log_dir)
 
         def run(self):
@@ -231,6 +231,7 @@ def test_a_foreign_signal_is_a_fault_that_is_retried(
         retries=2,
         elastic=False,
         grace=1.0,
+        heartbeat_timeout=60.0,
         strict=False,
         script=None,
         log_dir=None,
@@ -268,7 +269,7 @@ def test_a_retry_resumes_only_what_this_launch_has_saved(tmp_path, monkeypatch, 
         pending.commit()
 
     class Fails:
-        def __init__(self, context, train_args, log_dir, grace):
+        def __init__(self, context, train_args, log_dir, grace, heartbeat_timeout):
             seen.append(list(train_args)[1:])
 
         def run(self):
@@ -288,6 +289,7 @@ def test_a_retry_resumes_only_what_this_launch_has_saved(tmp_path, monkeypatch, 
         retries=3,
         elastic=False,
         grace=1.0,
+        heartbeat_timeout=60.0,
         strict=False,
         script=None,
         log_dir=None,

@@ -32,3 +32,7 @@ def test_a_deepspeed_loop_trains_on_two_hosts_and_its_fault_is_named(cluster, tm
     died = run("launch", "--level", "0", "--", SCRIPT, "--steps", "900", "--die-at", "2")
     assert died.returncode != 0 and "rank 1 on n2 ended first" in died.stdout, died.stdout[-3000:]
     assert "a fault of this rank" in died.stdout
+    words = ["--level", "0", "--heartbeat-timeout", "10", "--", SCRIPT, "--hang-at", "3"]
+    hung = run("launch", *words)
+    assert hung.returncode == 1 and "ended: rank 1 on n2 (pid " in hung.stdout, hung.stdout[-3000:]
+    assert "no progress since step 2" in hung.stdout and "deepspeed_loop.py" in hung.stdout

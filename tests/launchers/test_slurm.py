@@ -1,0 +1,42 @@
+"""A Slurm job that requeues itself. srun and scontrol are stand-ins: srun ends with the code that
+a test names, scontrol says what it was asked for.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launchers.test_refusals import SLURM, script, venv
+
+__all__ = ["venv"]
+
+
+@pytest.fixture
+def slurm(venv, store):
+    def run(**environment):
+        words = (f"data.latent_data_root={store}", "logging.run_name=never_made")
+        return script(venv, "slurm.sh", *words, CONFIG_NAME="tiny", **SLURM, **environment)
+
+    for name, line in {
+        "srun": 'for word; do last=$word; done; echo "last word $last"; exit "$SRUN_CODE"',
+        "scontrol": 'if [ "$1" = show ]; then echo n1; else echo "asked scontrol to $*"; fi',
+    }.items():
+        (venv / "bin" / name).write_text(f"#!/bin/bash\n{line}\n")
+        (venv / "bin" / name).chmod(0o755)
+    return run
+
+
+def test_an_interrupted_job_requeues_itself_and_continues(slurm):
+    first = slurm(SRUN_CODE="5", REQUEUES="2")
+    assert first.returncode == 5 and "asked scontrol to requeue 1" in first.stdout, first.stderr
+    assert "restart 1 of at most 2" in first.stdout and "training.resume" not in first.stdout
+    last = slurm(SRUN_CODE="5", REQUEUES="2", SLURM_RESTART_COUNT="2")
+    assert last.returncode == 5 and "requeue" not in last.stdout
+    assert "last word training.resume=auto" in last.stdout
+
+
+def test_other_ends_and_jobs_without_the_wish_are_not_requeued(slurm):
+    for code, wish in (("1", "9"), ("5", "0")):
+        done = slurm(SRUN_CODE=code, REQUEUES=wish)
+        assert done.returncode == int(code) and "requeue" not in done.stdout, done.stderr
+    assert slurm(SRUN_CODE="5", REQUEUES="often").returncode == 2
