@@ -239,6 +239,10 @@ class CheckpointsConfig(Section):
     """Newest checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1)
     """Also keep every checkpoint whose step is a multiple of this. None: only keep_last."""
+    keep_best: str | None = None
+    """Also keep the checkpoint with the best value of this validation figure, such as l2t_nelbo,
+    and point RUN/last_best to it: the highest of an accuracy, cosine or gain, else the lowest. Of
+    checkpoints saved at the step of an evaluation. None: no last_best."""
     save_timeout: float = Field(1800.0, gt=0, le=ONE_YEAR)
     """Seconds that writing a checkpoint, or checking one before a resume, may take before the job
     ends.

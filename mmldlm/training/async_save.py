@@ -51,7 +51,9 @@ class PendingSave:
         state: TrainingState,
         work: list[Callable[[], None]],
         device: torch.device,
+        metadata: dict[str, Any] | None = None,
     ):
+        self.metadata = metadata or {}  # further entries of the manifest
         self.pending, self.step, self.consecutive_skips = (
             pending,
             state.step,

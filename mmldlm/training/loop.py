@@ -150,6 +150,7 @@ def evaluate(session: Session) -> bool:
     if figures is None:
         return False
     session.logger.log_evaluation(figures)
+    session.checkpointer.note_evaluation(figures)
     # The key is there on every rank or on none.
     if "bad_samples" in figures:
         session.logger.log_bad_samples(session.validation.bad, validation=True)

@@ -10,9 +10,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from mmldlm.checkpoints.best import is_higher_better
 from mmldlm.checkpoints.commit import try_longest
 from mmldlm.checkpoints.init_from import InitReport
-from mmldlm.checkpoints.manifest import LATEST
+from mmldlm.checkpoints.manifest import LAST_BEST, LATEST
 from mmldlm.config.load import with_absolute_paths
 from mmldlm.engines.base import Engine
 from mmldlm.errors import (
@@ -308,6 +309,14 @@ class RunLogger:
             f" samples each {self.config.logging.eval_freq:,} steps"
             " (data.max_validation_samples)"
         )
+        if (figure := self.config.checkpoints.keep_best) is not None:
+            which = "highest" if is_higher_better(figure) else "lowest"
+            logging = self.config.logging
+            both = math.lcm(logging.save_freq, logging.eval_freq)
+            self.folder.message(
+                f"best     {LAST_BEST} is the checkpoint with the {which} {figure}, of those saved"
+                f" at an evaluation: each {both:,} steps, and the last"
+            )
 
     def log_evaluation(self, values: dict[str, float]) -> None:
         """Write and print the validation metrics of the present step."""
