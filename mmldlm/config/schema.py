@@ -290,6 +290,10 @@ class LoggingConfig(Section):
     """Steps between two checkpoints; one is always saved at the end."""
     eval_freq: int = Field(1000, ge=1)
     """Steps between two evaluations on validation data; one is always made at the end."""
+    eval_samples: int = Field(4, ge=0, le=64)
+    """Validation samples for which each evaluation also shows what the model makes of them: texts
+    from their latents, and images from their captions (samples.jsonl, trackers, the first one on
+    the screen). 0: none."""
     layer_stats_freq: int = Field(0, ge=0)
     """Log per-layer gradient, update and activation statistics every N steps (gradient_log.jsonl,
     trackers); costs one host sync on those steps. 0: never."""
