@@ -153,7 +153,7 @@ def _samples(folder: Path) -> list[SampleRecord]:
     chosen = sorted({round(part * last / (MOST_SAMPLED - 1)) for part in range(MOST_SAMPLED)})
     samples = []
     for record in (sampled[index] for index in chosen if sampled):
-        entries = record.get("samples")
+        entries = record.get("sampled")
         for entry in entries if isinstance(entries, list) else []:
             sample = _sample(folder, record["step"], entry)
             samples += [] if sample is None else [sample]

@@ -359,7 +359,7 @@ class RunLogger:
             else:
                 record["text"] = sample.text or ""
             records.append(record)
-        self.folder.write(SAMPLES, {"step": step, "samples": records})
+        self.folder.write(SAMPLES, {"step": step, "sampled": records})
         texts = [record for record in records if "text" in record]
         for kind in dict.fromkeys(record["kind"] for record in texts):
             lines = [

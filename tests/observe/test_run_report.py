@@ -51,7 +51,7 @@ def test_a_page_has_what_the_run_recorded(runs):
     # Each of the four samples once, with what was written of it at every evaluation.
     assert page.count("<caption>l2t: ") == 4
     record = json.loads((runs / "first" / "samples.jsonl").read_text().splitlines()[-1])
-    assert record["step"] == 6 and html.escape(record["samples"][0]["reference"], False) in page
+    assert record["step"] == 6 and html.escape(record["sampled"][0]["reference"], False) in page
     assert not re.findall(r"""(?:src|href)=["'](?!data:)|url\(|@import|https?:""", page)
 
 
@@ -115,8 +115,8 @@ def test_samples_are_shown_for_a_few_evaluations_and_pictures_embedded(runs, tmp
     gone = [{**drawn, "image": name} for name in ("samples/gone.png", "../first/config.yaml")]
     with JsonlLog(folder / "samples.jsonl", resume_step=0) as log:
         for step in range(1, 101):
-            log.write({"step": step, "samples": [text, drawn, *gone, {"kind": 3}, None]})
-        log.write({"step": 101, "samples": "none"})
+            log.write({"step": step, "sampled": [text, drawn, *gone, {"kind": 3}, None]})
+        log.write({"step": 101, "sampled": "none"})
     (record,) = read_runs([folder])
     assert [sample.step for sample in record.samples] == [1, 1, 26, 26, 51, 51, 76, 76]
     assert record.samples[1].made == b"\x89PNG of a test"

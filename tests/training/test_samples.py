@@ -34,8 +34,8 @@ def test_every_engine_samples_and_trains_as_without(ranks, engine):
     records = read_log(ranks, f"{engine}_2", "samples.jsonl")
     assert [record["step"] for record in records] == [1, STEPS]
     for record in records:
-        assert [sample["kind"] for sample in record["samples"]] == ["l2t", "l2t"]
-        assert all(sample["reference"] and sample["text"] for sample in record["samples"])
+        assert [sample["kind"] for sample in record["sampled"]] == ["l2t", "l2t"]
+        assert all(sample["reference"] and sample["text"] for sample in record["sampled"])
     assert read_log(ranks, f"{engine}_0", "samples.jsonl") == []
     losses = [
         [record["loss"] for record in read_log(ranks, f"{engine}_{count}")] for count in (2, 0)
@@ -51,9 +51,9 @@ def test_images_are_drawn_beside_those_of_the_store(ranks, name):
     from PIL import Image
 
     (record,) = read_log(ranks, name, "samples.jsonl")
-    kinds = [sample["kind"] for sample in record["samples"]]
+    kinds = [sample["kind"] for sample in record["sampled"]]
     assert kinds == ["i2t", "i2t", "t2i", "t2i"]
-    for sample in record["samples"][2:]:
+    for sample in record["sampled"][2:]:
         assert Image.open(ranks / name / sample["image"]).size == (32, 16)
     assert len(list((ranks / name / "samples").iterdir())) == 2
 
@@ -91,7 +91,7 @@ def test_a_hundred_steps_and_their_text_are_those_of_the_checkpoint(store, tmp_p
     assert losses[0] == losses[1] and len(losses[0]) == 100 and states[0] == states[1]
     records = read_log(tmp_path, "3", "samples.jsonl")
     assert [record["step"] for record in records] == [25, 50, 75, 100]
-    first, last = records[0]["samples"][0], records[-1]["samples"]
+    first, last = records[0]["sampled"][0], records[-1]["sampled"]
     assert f"sample   reference: {first['reference']}"[:79] in shown and "step 25: " in shown
 
     pretrained = load_pretrained(tmp_path / "3" / "latest")
