@@ -68,6 +68,14 @@ def test_an_error_on_rank_0_costs_the_samples_alone(ranks):
     assert losses[0] == losses[1]
 
 
+def test_a_causal_model_and_a_task_of_ones_own_are_not_sampled():
+    from mmldlm.inference.validation_samples import sample_validation
+    from mmldlm.tasks.registry import find_task
+
+    for task in (find_task("ar"), object()):
+        assert sample_validation(task, None, None, 4) == []
+
+
 def test_a_hundred_steps_and_their_text_are_those_of_the_checkpoint(store, tmp_path, capsys):
     """Also on the screen, in a tracker, and by `mmldlm sample` from the checkpoint."""
     from mmldlm.inference.load import load_pretrained
