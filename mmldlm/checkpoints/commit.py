@@ -227,7 +227,7 @@ class PendingCheckpoint:
                 set_aside(self.final)
         os.rename(self.path, self.final)
         fsync_path(self.final.parent)
-        update_latest(self.run_dir, self.final)
+        update_link(self.run_dir, LATEST, self.final)
         shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -335,18 +335,18 @@ def try_longest(run_dir: Path, last_step: int, folders: Sequence[str]) -> None:
             _try(parent.rmdir)
 
 
-def update_latest(run_dir: Path, target: Path) -> None:
-    """Point RUN/latest to a checkpoint atomically: a symlink, or a text file where symlinks are
+def update_link(run_dir: Path, name: str, target: Path) -> None:
+    """Point one of LINKS to a checkpoint atomically: a symlink, or a text file where symlinks are
     not supported.
     """
-    new = run_dir / f".{LATEST}_new"
+    new = run_dir / f".{name}_new"
     new.unlink(missing_ok=True)
     relative = target.relative_to(run_dir).as_posix()
     try:
         os.symlink(relative, new, target_is_directory=True)
     except (OSError, NotImplementedError):
         write_text_synced(new, relative + "\n")
-    os.replace(new, run_dir / LATEST)
+    os.replace(new, run_dir / name)
     fsync_path(run_dir)
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from mmldlm.checkpoints.manifest import (
     CHECKPOINTS,
     LATEST,
+    LINKS,
     MANIFEST,
     Examination,
     examine,
@@ -43,22 +44,20 @@ def recover_interrupted_commit(run_dir: Path) -> None:
                 pass
 
 
-def read_latest(run_dir: Path) -> Path | None:
-    """Return the folder that RUN/latest names, existing or not; None without a `latest`.
+def read_link(run_dir: Path, name: str = LATEST) -> Path | None:
+    """Return the folder that one of LINKS in a run names, existing or not; None without the link.
 
     A text file that names anything but a folder inside the run yields its own path, which is not a
     folder.
     """
-    latest = run_dir / LATEST
-    if latest.is_symlink():
-        return run_dir / os.readlink(latest)
-    if latest.is_file():
+    link = run_dir / name
+    if link.is_symlink():
+        return run_dir / os.readlink(link)
+    if link.is_file():
         try:
-            return path_inside(
-                run_dir, read_bytes(latest, 1 << 16).decode(errors="replace").strip()
-            )
+            return path_inside(run_dir, read_bytes(link, 1 << 16).decode(errors="replace").strip())
         except (OSError, ValueError):
-            return latest
+            return link
     return None
 
 
@@ -87,7 +86,7 @@ def holds_checkpoints(run_dir: Path | str) -> bool:
     """Return whether a run has saved anything, even if damaged, unreadable, or missing while
     `latest` names it.
     """
-    return bool(list_checkpoints(run_dir)) or read_latest(Path(run_dir)) is not None
+    return bool(list_checkpoints(run_dir)) or read_link(Path(run_dir)) is not None
 
 
 def used_folder_error(config: Config) -> UserError:
@@ -145,7 +144,7 @@ def find_latest_valid(
     run_dir = Path(run_dir)
     recover_interrupted_commit(run_dir)
     steps = list_checkpoints(run_dir)
-    if not steps and (latest := read_latest(run_dir)) is not None:
+    if not steps and (latest := read_link(run_dir)) is not None:
         raise UserError(
             f"the checkpoints of {run_dir}, as its `latest` names {latest.name}",
             f"none in {run_dir / CHECKPOINTS}",
@@ -215,13 +214,13 @@ def locate_checkpoint(path: Path | str) -> Path:
 def _locate(path: Path) -> Path:
     expected = f"a run, its `latest`, or a checkpoints/step_* folder at {path}"
     folder: Path | None = path
-    if path.name == LATEST and (path.is_symlink() or path.is_file()):
+    if path.name in LINKS and (path.is_symlink() or path.is_file()):
         recover_interrupted_commit(path.parent)
-        folder = read_latest(path.parent)
+        folder = read_link(path.parent, path.name)
     elif path.is_dir() and not (path / MANIFEST).exists() and not _STEP.fullmatch(path.name):
         run_dir = path.parent if path.name == CHECKPOINTS else path
         recover_interrupted_commit(run_dir)
-        folder = read_latest(run_dir)
+        folder = read_link(run_dir)
         if folder is None:
             steps = list_checkpoints(run_dir)
             if not steps:
@@ -233,7 +232,8 @@ def _locate(path: Path) -> Path:
         found = (
             "nothing"
             if folder in (None, path)
-            else f"a `latest` that names {folder}, which does not exist"
+            else f"a `{path.name if path.name in LINKS else LATEST}` that names {folder}, which"
+            " does not exist"
         )
         raise UserError(
             expected,

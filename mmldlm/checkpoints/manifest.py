@@ -22,7 +22,9 @@ from mmldlm.utils.paths import path_inside
 
 # A run
 CHECKPOINTS = "checkpoints"
-LATEST = "latest"
+LATEST, LAST_BEST = "latest", "last_best"
+LINKS = (LATEST, LAST_BEST)
+"""Links to checkpoints in a run's folder."""
 ENGINE_FOLDER = "engine"
 STATE_FILE = "training_state.json"
 MODEL_CONFIG = "model_config.json"

@@ -10,19 +10,19 @@ import os
 import shutil
 from pathlib import Path
 
-from mmldlm.checkpoints.commit import set_aside, update_latest
+from mmldlm.checkpoints.commit import set_aside, update_link
 from mmldlm.checkpoints.locate import (
     is_rollback_candidate,
     list_checkpoints,
-    read_latest,
+    read_link,
     unreadable_error,
 )
-from mmldlm.checkpoints.manifest import LATEST, examine
+from mmldlm.checkpoints.manifest import LAST_BEST, LATEST, LINKS, examine
 
 
 def set_aside_after(run_dir: Path | str, step: int) -> list[Path]:
     """Rename the checkpoints of later steps (to .dropped_step_N), and point `latest` to the newest
-    remaining one.
+    remaining one; a `last_best` that names one of them is removed.
 
     For a run that continues from `step`, so that `auto` does not find the abandoned steps. Call it
     on one rank.
@@ -40,9 +40,11 @@ def set_aside_after(run_dir: Path | str, step: int) -> list[Path]:
     for path in later:
         if unreadable := examine(path, checksums=False).unreadable:
             raise unreadable_error(run_dir, unreadable[0])
+    if read_link(run_dir, LAST_BEST) in later:
+        (run_dir / LAST_BEST).unlink()
     # `latest` moves first, so that it exists after a crash in between.
     if later and remaining:
-        update_latest(run_dir, remaining[-1])
+        update_link(run_dir, LATEST, remaining[-1])
     elif later:
         # The run resumed from another run and has no checkpoint of its own.
         (run_dir / LATEST).unlink(missing_ok=True)
@@ -53,9 +55,9 @@ def prune(run_dir: Path | str, keep_last: int, keep_every: int = 0) -> list[Path
     """Delete old checkpoints; call on rank 0 only, after a commit. Return the deleted paths.
 
     Kept: the `keep_last` newest complete ones that a rollback may use (at least one), all newer
-    than the oldest of these, every step divisible by `keep_every` (if > 0), the one that `latest`
-    names, and all that are incomplete or unreadable. "Complete" means present with the right
-    sizes.
+    than the oldest of these, every step divisible by `keep_every` (if > 0), those that `latest`
+    and `last_best` name, and all that are incomplete or unreadable. "Complete" means present with
+    the right sizes.
     """
     checkpoints = list_checkpoints(Path(run_dir))
     # Newest first, and no more of them than needed: each has files of every rank to look at.
@@ -67,11 +69,11 @@ def prune(run_dir: Path | str, keep_last: int, keep_every: int = 0) -> list[Path
     newest = list(itertools.islice(usable, max(1, keep_last)))
     if not newest:
         return []
-    latest = read_latest(Path(run_dir))
+    linked = {link.name for name in LINKS if (link := read_link(Path(run_dir), name)) is not None}
     deleted = []
     for step, path in checkpoints:
         is_due = keep_every > 0 and step % keep_every == 0
-        is_kept = step >= newest[-1] or is_due or (latest is not None and path.name == latest.name)
+        is_kept = step >= newest[-1] or is_due or path.name in linked
         if not is_kept and _is_complete(path):
             delete(path)
             deleted.append(path)

@@ -239,6 +239,10 @@ class CheckpointsConfig(Section):
     """Newest checkpoints to keep."""
     keep_every: int | None = Field(None, ge=1)
     """Also keep every checkpoint whose step is a multiple of this. None: only keep_last."""
+    keep_best: str | None = None
+    """Also keep the checkpoint with the best value of this validation figure, such as l2t_nelbo,
+    and point RUN/last_best to it: the highest of an accuracy, cosine or gain, else the lowest. Of
+    checkpoints saved at the step of an evaluation. None: no last_best."""
     save_timeout: float = Field(1800.0, gt=0, le=ONE_YEAR)
     """Seconds that writing a checkpoint, or checking one before a resume, may take before the job
     ends.
@@ -286,6 +290,10 @@ class LoggingConfig(Section):
     """Steps between two checkpoints; one is always saved at the end."""
     eval_freq: int = Field(1000, ge=1)
     """Steps between two evaluations on validation data; one is always made at the end."""
+    eval_samples: int = Field(4, ge=0, le=64)
+    """Validation samples for which each evaluation also shows what the model makes of them: texts
+    from their latents, and images from their captions (samples.jsonl, trackers, the first one on
+    the screen). 0: none."""
     layer_stats_freq: int = Field(0, ge=0)
     """Log per-layer gradient, update and activation statistics every N steps (gradient_log.jsonl,
     trackers); costs one host sync on those steps. 0: never."""

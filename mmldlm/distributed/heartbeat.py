@@ -475,11 +475,11 @@ class Heartbeat:
         if (local_rank == 0 or (local_rank == 1 and self._found_alone)) and self._printed.acquire(
             blocking=False
         ):
+            line = f"ERROR: {sentence}; the job ends after step {self._progress.step}"
+            if self.logs is not None:
+                line += f"; stacks, and NCCL's last collectives, of the ranks: {self.logs}"
             with contextlib.suppress(OSError):  # the terminal was closed; the job still has to end
-                os.write(
-                    2,
-                    f"ERROR: {sentence}; the job ends after step {self._progress.step}\n".encode(),
-                )
+                os.write(2, f"{line}\n".encode(errors="backslashreplace"))
 
     def _all_ranks_done(self) -> bool:
         others = [

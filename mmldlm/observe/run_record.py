@@ -14,6 +14,7 @@ from mmldlm.checkpoints.locate import list_checkpoints
 from mmldlm.checkpoints.manifest import read_manifest
 from mmldlm.config.renamed_keys import with_new_names
 from mmldlm.config.yaml_reader import read_yaml
+from mmldlm.errors import MmldlmError
 from mmldlm.observe.jsonl_log import is_event, is_step, iterate_records
 from mmldlm.observe.plots import (
     EVAL_NAME,
@@ -23,13 +24,27 @@ from mmldlm.observe.plots import (
     load_points,
     loss_curves,
 )
+from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.json_files import read_json
+from mmldlm.utils.paths import path_inside
 
-CONFIG_NAME, RECEIPT_NAME = "config.yaml", "preflight.json"
+CONFIG_NAME, RECEIPT_NAME, SAMPLES_NAME = "config.yaml", "preflight.json", "samples.jsonl"
 MOST_POINTS = 500  # of a curve on a page
 MOST_EVENTS = 200
 MOST_EVALUATIONS = 10_000
+MOST_SAMPLED = 5  # evaluations whose samples are shown
+_MOST_PICTURE_BYTES = 4 << 20
 COSTS = ("grad_norm", "lr", "tokens_per_second", "peak_memory_gib")
+
+
+@dataclass(frozen=True)
+class SampleRecord:
+    """What the model made of a validation sample at an evaluation: a text, or a PNG's bytes."""
+
+    step: int
+    kind: str
+    reference: str
+    made: str | bytes
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,7 @@ class RunRecord:
         losses: Parts of its loss.
         points: Its steps, at most MOST_POINTS.
         evaluations: Records of eval_log.jsonl, by step.
+        samples: Samples of at most MOST_SAMPLED evaluations, the last among them, by step.
         num_events: Number of events of each kind.
         events: The last MOST_EVENTS events, oldest first.
         resumed, rolled_back: Steps at which it was resumed, and from which it was rolled back.
@@ -55,6 +71,7 @@ class RunRecord:
     losses: list[LossCurve]
     points: list[Point]
     evaluations: list[dict[str, Any]]
+    samples: list[SampleRecord]
     num_events: Counter[str]
     events: list[dict[str, Any]]
     resumed: list[int]
@@ -106,6 +123,7 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         losses,
         points,
         sorted(evaluations, key=lambda record: record["step"]),
+        _samples(folder),
         num_events,
         list(events),
         steps["resume"],
@@ -127,6 +145,37 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     return iterate_records(path) if path.is_file() else iter(())
+
+
+def _samples(folder: Path) -> list[SampleRecord]:
+    sampled = list(deque(filter(is_step, _records(folder / SAMPLES_NAME)), MOST_EVALUATIONS))
+    last = len(sampled) - 1
+    chosen = sorted({round(part * last / (MOST_SAMPLED - 1)) for part in range(MOST_SAMPLED)})
+    samples = []
+    for record in (sampled[index] for index in chosen if sampled):
+        entries = record.get("sampled")
+        for entry in entries if isinstance(entries, list) else []:
+            sample = _sample(folder, record["step"], entry)
+            samples += [] if sample is None else [sample]
+    return samples
+
+
+def _sample(folder: Path, step: int, entry: Any) -> SampleRecord | None:
+    """Return a sample; None for an entry that is none, or whose picture is gone."""
+    keys = (
+        "kind",
+        "reference",
+        "image" if isinstance(entry, dict) and "image" in entry else "text",
+    )
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(key), str) for key in keys):
+        return None
+    made: str | bytes = entry[keys[2]]
+    if keys[2] == "image":
+        try:
+            made = read_bytes(path_inside(folder, made), _MOST_PICTURE_BYTES)
+        except (OSError, ValueError, MmldlmError):
+            return None
+    return SampleRecord(step, entry["kind"], entry["reference"], made)
 
 
 def _config(path: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -67,6 +68,7 @@ def verdict(run: RunRecord) -> str:
 def _parts_of_run(run: RunRecord, is_named: bool) -> list[Element]:
     suffix = f" of {run.name}" if is_named else ""
     return [
+        _samples(run, f"Samples{suffix}"),
         _events(run, f"Events{suffix}"),
         _checkpoints(run, f"Checkpoints{suffix}"),
         _config(run, f"Config{suffix}"),
@@ -184,6 +186,32 @@ def _extent(run: RunRecord, name: str) -> list[str]:
         values[-1],
     )
     return [f"{value:.4g} ({step})" for step, value in chosen]
+
+
+def _samples(run: RunRecord, heading: str) -> Element:
+    if not run.samples:
+        return section(heading, element("p", "None."))
+    tables = []
+    for kind, reference in dict.fromkeys(
+        (sample.kind, sample.reference) for sample in run.samples
+    ):
+        made = [
+            (s.step, s.made) for s in run.samples if (s.kind, s.reference) == (kind, reference)
+        ]
+        is_text = isinstance(made[0][1], str)
+        what = "written" if is_text else "drawn, and the sample's own image to the right"
+        rows = [
+            [str(step), content if isinstance(content, str) else _picture(content, reference)]
+            for step, content in made
+        ]
+        columns = [Column("step", False), Column(what, False)]
+        tables.append(table(f"{kind}: {reference}", columns, rows))
+    return section(heading, *tables)
+
+
+def _picture(png: bytes, text: str) -> Element:
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return element("img", src=source, alt=text, class_="sample")
 
 
 def _events(run: RunRecord, heading: str) -> Element:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mmldlm.cluster.agent import Agent, AgentPool
 from mmldlm.cluster.env_propagation import run_variables, write_env_file
-from mmldlm.cluster.hostfile import LOCAL_NAMES, Node, read_hostfile
+from mmldlm.cluster.hostfile import LOCAL_NAMES, Node, read_hostfile, write_hostfile
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.preflight import receipt
 from mmldlm.preflight.agent import PROBES, run_probes
@@ -37,8 +37,9 @@ from mmldlm.preflight.checks import (
     versions,
 )
 from mmldlm.preflight.context import Context
-from mmldlm.preflight.report import exit_code, print_report
+from mmldlm.preflight.report import exit_code, failing_nodes, print_report
 from mmldlm.tasks.registry import load_config
+from mmldlm.utils.formatting import count_noun
 
 # Order of the checks of one level, in reports and in docs/preflight.md.
 CHECK_MODULES = (
@@ -60,6 +61,7 @@ CHECK_MODULES = (
 )
 
 AGENT = "mmldlm.preflight.agent"
+PASSING_NODES = "passing_nodes.txt"
 HEAD_PROBES = (
     "identity",
     "gpus",
@@ -293,7 +295,9 @@ def apply_fix(context: Context) -> None:
 def write_receipts(
     context: Context, results: list[Result], code: int, seconds: float, path: str | None
 ) -> None:
-    """Write the receipt of a complete preflight to the run folder, and to `path` if given."""
+    """Write the receipt of a complete preflight to the run folder, and to `path` if given; beside
+    the former, of several nodes, a hostfile of those that passed.
+    """
     created = receipt.create(context, results, code, seconds)
     if path is not None:
         receipt.write(created, Path(path))
@@ -304,9 +308,26 @@ def write_receipts(
     ):
         try:
             receipt.write(created, context.config.run_dir() / receipt.NAME)
+            if len(context.nodes) > 1:
+                write_passing_nodes(context, results, context.config.run_dir() / PASSING_NODES)
         except OSError as error:
             # CKPT001 reports it too; the exit code does not depend on it.
             print(f"no receipt in {context.config.run_dir()}: {error.strerror}", file=sys.stderr)
+
+
+def write_passing_nodes(context: Context, results: list[Result], path: Path) -> None:
+    """Write a hostfile of the nodes without a failed check, and say where if it leaves some out.
+
+    Where none is left, an earlier file is removed.
+    """
+    failing = failing_nodes(context, results)
+    passing = [node for node in context.nodes if node.name not in failing]
+    if not passing:
+        path.unlink(missing_ok=True)
+        return
+    write_hostfile(path, passing)
+    if failing:
+        print(f"  the other {count_noun(len(passing), 'node')}: --hostfile {path}")
 
 
 def explain(id: str) -> int:

@@ -146,6 +146,8 @@ class TextTask(Task):
         exact_likelihood: Whether `score_texts` gives the exact likelihood, so that one draw is
             enough.
         evaluation_decoding: Words for how evaluation writes texts.
+        samples_by_forward: Whether `write_texts` calls the model and its `encode_latents` alone,
+            so that a run can sample while the engine shards the weights (logging.eval_samples).
     """
 
     architecture: ClassVar[str]
@@ -157,6 +159,7 @@ class TextTask(Task):
     evaluation_decoding: ClassVar[str] = (
         "confidence, greedy, lengths from the model (median of p(length | latent))"
     )
+    samples_by_forward: ClassVar[bool] = True
 
     # -- parameters, counted on torch's meta device, where tensors have shapes and no values
     # ---------------------------------------------------------------------------------------------

@@ -48,6 +48,7 @@ class PendingSave:
 
     Args:
         work: Functions that write files of this rank and return their paths.
+        metadata: Further entries of the manifest.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class PendingSave:
         state: TrainingState,
         work: list[Callable[[], list[Path]]],
         device: torch.device,
+        metadata: dict[str, Any] | None = None,
     ):
+        self.metadata = metadata or {}
         self.pending, self.step, self.consecutive_skips = (
             pending,
             state.step,

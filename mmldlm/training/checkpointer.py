@@ -7,15 +7,15 @@ import os
 import pickle
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from mmldlm.checkpoints import commit, retention
-from mmldlm.checkpoints.manifest import ENGINE_FOLDER, is_as_saved
+from mmldlm.checkpoints import best, commit, locate, retention
+from mmldlm.checkpoints.manifest import ENGINE_FOLDER, LAST_BEST, is_as_saved
 from mmldlm.checkpoints.resume import ResumeReader, open_training_state
 from mmldlm.checkpoints.tensor_table import tensor_table
 from mmldlm.config.resume_compat import CONFIG_FILE, check_resume_config
@@ -39,6 +39,7 @@ from mmldlm.training.checkpoint_contents import (
     write_rng,
 )
 from mmldlm.training.run_folder import Run
+from mmldlm.utils.formatting import did_you_mean
 
 T = TypeVar("T")
 SAVE_REQUEST_FILE = "save_now"
@@ -79,6 +80,8 @@ class Checkpointer:
         self.config, self.state, self.folder = run.config, run.state, run.folder
         self.run_dir, self.is_main = run.folder.path, run.is_main
         self.saved_step: int | None = None
+        # Step and figures of the last evaluation in this process.
+        self._evaluation: tuple[int, dict[str, float]] | None = None
         self._heartbeat = heartbeat
         self._search = CheckpointSearch(run, engine, self._wait_with_heartbeat, stop_requested)
         self._saving: PendingSave | None = None
@@ -198,6 +201,8 @@ class Checkpointer:
             explain,
             catch=(MmldlmError, OSError),
         )
+        if self.is_main and dropped:
+            self._update_best([path for _, path in locate.list_checkpoints(self.run_dir)])
         return [f"left behind: {path} (delete it when you no longer want it)" for path in dropped]
 
     def load(self, checkpoint: Path) -> None:
@@ -297,7 +302,9 @@ class Checkpointer:
         except commit.CommitFailed as error:
             self._log_save_failure(step, error)
             return False
-        self._saving = PendingSave(pending, self.state, work, self.engine.device)
+        self._saving = PendingSave(
+            pending, self.state, work, self.engine.device, self._evaluation_entry()
+        )
         if self.save_requested:
             self._clear_save_request()
         if not self.config.checkpoints.async_save:
@@ -334,12 +341,14 @@ class Checkpointer:
                 engine=self.engine.describe(),
                 tensors=tensor_table(saved_shapes(self.engine.model)),
                 **skips,
+                **saving.metadata,
             )
         except commit.CommitFailed as error:
             self._log_save_failure(saving.step, error)
             return False
         self.saved_step = saving.step
         if self.is_main:
+            self._update_best([step_dir])
             self._prune()
             seconds = time.perf_counter() - saving.started
             stalled: dict[str, float] = {}
@@ -379,6 +388,39 @@ class Checkpointer:
         self.folder.event("save_failed", step=step, reason=str(error))
         self.folder.warning(str(error))
         self.engine.reset_after_failed_save()
+
+    def note_evaluation(self, figures: dict[str, float]) -> None:
+        """Take the figures of the present step, for checkpoints.keep_best. Not collective."""
+        figure, is_first = self.config.checkpoints.keep_best, self._evaluation is None
+        self._evaluation = self.state.step, figures
+        if is_first and figure is not None and figure not in figures:
+            self.folder.warning(
+                f"no {LAST_BEST}: checkpoints.keep_best={figure} is none of the figures of an"
+                f" evaluation ({', '.join(figures)}){did_you_mean(figure, figures)}"
+            )
+
+    def _evaluation_entry(self) -> dict[str, Any]:
+        """Return the manifest's entry of the evaluation at the present step, if it is to have
+        one.
+        """
+        if self.config.checkpoints.keep_best is None or self._evaluation is None:
+            return {}
+        step, figures = self._evaluation
+        return {best.EVALUATION: figures} if step == self.state.step else {}
+
+    def _update_best(self, candidates: Sequence[Path]) -> None:
+        figure = self.config.checkpoints.keep_best
+        if figure is None:
+            return
+        try:
+            path = best.update_best(self.run_dir, figure, candidates)
+        except OSError as error:  # on rank 0 only: the other ranks have continued
+            self.folder.warning(f"{LAST_BEST} could not be moved: {error}")
+            return
+        if path is not None:
+            step, value = int(path.name.split("_")[1]), best.figure_of(path, figure)
+            self.folder.event("best", step=step, path=str(path), **{figure: value})
+            self.folder.message(f"best     {path.name}: {figure} {value:.3f} ({LAST_BEST})")
 
     def _prune(self) -> None:
         keep = self.config.checkpoints

@@ -139,7 +139,7 @@ def finish(session: Session, interrupted: bool, trained_nothing: bool) -> None:
 
 
 def evaluate(session: Session) -> bool:
-    """Evaluate on the validation samples. Collective.
+    """Evaluate on the validation samples, and log samples of the model. Collective.
 
     Returns:
         False, on every rank, where a signal ended the evaluation.
@@ -150,9 +150,12 @@ def evaluate(session: Session) -> bool:
     if figures is None:
         return False
     session.logger.log_evaluation(figures)
+    session.checkpointer.note_evaluation(figures)
     # The key is there on every rank or on none.
     if "bad_samples" in figures:
         session.logger.log_bad_samples(session.validation.bad, validation=True)
+    session.enter_phase("sample")
+    session.logger.log_samples(session.samples.draw())
     return True
 
 

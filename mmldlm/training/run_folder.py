@@ -23,6 +23,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mmldlm.checkpoints.locate import holds_checkpoints, used_folder_error
 from mmldlm.config.load import preset_names, to_yaml, with_absolute_paths
 from mmldlm.config.schema import Config
@@ -333,9 +335,10 @@ def _process_start_time(pid: int) -> str | None:
         return None
 
 
-STEPS, EVALUATIONS, LAYERS, EVENTS = (
+STEPS, EVALUATIONS, SAMPLES, LAYERS, EVENTS = (
     "training_log.jsonl",
     "eval_log.jsonl",
+    "samples.jsonl",
     "gradient_log.jsonl",
     "events.jsonl",
 )
@@ -398,9 +401,11 @@ class RunFolder:
         step, path = self.state.step, self.path
         write_text(path / CONFIG, to_yaml(with_absolute_paths(config)))
         # An evaluation that a signal cut short is repeated.
+        evaluated = step - self.state.evaluation_left
         logs = {
             STEPS: JsonlLog(path / STEPS, step),
-            EVALUATIONS: JsonlLog(path / EVALUATIONS, step - self.state.evaluation_left),
+            EVALUATIONS: JsonlLog(path / EVALUATIONS, evaluated),
+            SAMPLES: JsonlLog(path / SAMPLES, evaluated),
             LAYERS: JsonlLog(path / LAYERS, step),
             EVENTS: JsonlLog(path / EVENTS),
         }
@@ -480,6 +485,16 @@ class RunFolder:
         if self._trackers is not None:
             self._trackers.log(record, prefix)
 
+    def track_text(self, name: str, text: str) -> None:
+        """Log a text of the present step to the trackers."""
+        if self._trackers is not None:
+            self._trackers.text(self.state.step, name, text)
+
+    def track_image(self, name: str, array: np.ndarray) -> None:
+        """Log an image of the present step, [height, width, 3] uint8, to the trackers."""
+        if self._trackers is not None:
+            self._trackers.image(self.state.step, name, array)
+
     def finish_trackers(self, exit_code: int, stop: Callable[[], bool]) -> None:
         """Upload what is left, which may take long, and print where the records are.
 
@@ -513,7 +528,7 @@ class RunFolder:
         """Drop records after the state's step; a log stays as it is where the disk has no room to
         rewrite it.
         """
-        for name in (STEPS, EVALUATIONS, LAYERS) if self.is_open else ():
+        for name in (STEPS, EVALUATIONS, SAMPLES, LAYERS) if self.is_open else ():
             log = self._logs[name]
             try:
                 truncated = JsonlLog(log.path, self.state.step)

@@ -5,14 +5,18 @@ from __future__ import annotations
 import itertools
 import math
 import socket
-from collections.abc import Callable, Mapping
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
+
+from mmldlm.checkpoints.best import is_higher_better
 from mmldlm.checkpoints.commit import try_longest
 from mmldlm.checkpoints.init_from import InitReport
-from mmldlm.checkpoints.manifest import LATEST
+from mmldlm.checkpoints.manifest import LAST_BEST, LATEST
 from mmldlm.config.load import with_absolute_paths
 from mmldlm.engines.base import Engine
 from mmldlm.errors import (
@@ -23,15 +27,27 @@ from mmldlm.errors import (
     StabilityStop,
     UserError,
 )
+from mmldlm.inference.validation_samples import ValidationSample
 from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.observe.plots import LossCurve, plot_run
 from mmldlm.stability.skipped_steps import bad_micro_batches, save_skipped_step
 from mmldlm.tasks.base import ValidationRun
 from mmldlm.training.checkpoint_contents import engine_folders
-from mmldlm.training.run_folder import EVALUATIONS, LAYERS, STEPS, Run, check_no_checkpoints
+from mmldlm.training.run_folder import (
+    EVALUATIONS,
+    LAYERS,
+    SAMPLES,
+    STEPS,
+    Run,
+    check_no_checkpoints,
+)
 from mmldlm.training.start_summary import setting_warnings, summary
 from mmldlm.training.state import StepReport
+from mmldlm.utils.atomic_files import atomic_file
 from mmldlm.utils.formatting import closing_lines, count_noun, first_line, join_some
+
+PICTURES = "samples"  # folder of sampled images
+_SHOWN_LETTERS = 160  # of a sample on the screen
 
 
 class RunLogger:
@@ -308,6 +324,14 @@ class RunLogger:
             f" samples each {self.config.logging.eval_freq:,} steps"
             " (data.max_validation_samples)"
         )
+        if (figure := self.config.checkpoints.keep_best) is not None:
+            which = "highest" if is_higher_better(figure) else "lowest"
+            logging = self.config.logging
+            both = math.lcm(logging.save_freq, logging.eval_freq)
+            self.folder.message(
+                f"best     {LAST_BEST} is the checkpoint with the {which} {figure}, of those saved"
+                f" at an evaluation: each {both:,} steps, and the last"
+            )
 
     def log_evaluation(self, values: dict[str, float]) -> None:
         """Write and print the validation metrics of the present step."""
@@ -317,6 +341,49 @@ class RunLogger:
         self.folder.track({"step": self.state.step, **values}, prefix="eval/")
         figures = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
         self.folder.message(f"eval     step {self.state.step}: {figures}")
+
+    def log_samples(self, samples: Sequence[ValidationSample]) -> None:
+        """Write and track the samples of the present step, and print the first (rank 0)."""
+        if not self.folder.is_open or not samples:
+            return
+        step = self.state.step
+        records: list[dict[str, str]] = []
+        for number, sample in enumerate(samples):
+            record = {"kind": sample.kind, "reference": sample.reference}
+            if sample.image is not None:
+                name = f"{PICTURES}/step_{step:08d}_{number}.png"
+                self._write_picture(name, sample.image)
+                record["image"] = name
+                pixels = sample.image.repeat(3, 2) if sample.image.shape[2] == 1 else sample.image
+                self.folder.track_image(f"samples/{sample.kind}/{number}", pixels)
+            else:
+                record["text"] = sample.text or ""
+            records.append(record)
+        self.folder.write(SAMPLES, {"step": step, "sampled": records})
+        texts = [record for record in records if "text" in record]
+        for kind in dict.fromkeys(record["kind"] for record in texts):
+            lines = [
+                f"{record['reference']}\n -> {record['text']}\n"
+                for record in texts
+                if record["kind"] == kind
+            ]
+            self.folder.track_text(f"samples/{kind}", "\n".join(lines))
+        first = records[0]
+        made = first.get("text", first.get("image", ""))
+        for label, text in (("reference", first["reference"]), (f"step {step}", made)):
+            line = textwrap.shorten(text, _SHOWN_LETTERS, placeholder=" ...")
+            self.folder.message(f"sample   {label}: {line}")
+
+    def _write_picture(self, name: str, image: np.ndarray) -> None:
+        from PIL import Image
+
+        path = self.folder.path / name
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with atomic_file(path) as file:
+                Image.fromarray(image[..., 0] if image.shape[2] == 1 else image).save(file, "PNG")
+        except OSError as error:
+            self.folder.warning(f"{path} could not be written: {error}")
 
     def forget_skips(self) -> None:
         """Drop what belongs to the steps after the state's, after a rollback."""

@@ -45,6 +45,7 @@ from mmldlm.tasks.registry import find_task, open_run_data
 from mmldlm.training.checkpointer import Checkpointer
 from mmldlm.training.run_folder import Run, RunFolder, check_earlier_name, check_no_checkpoints
 from mmldlm.training.run_logger import RunLogger
+from mmldlm.training.samples import SamplesAtEvaluations
 from mmldlm.training.signals import StopSignal
 from mmldlm.training.state import Requests, TrainingState
 from mmldlm.training.step import StepContext
@@ -61,6 +62,7 @@ class Session(StepContext):
     run: Run
     dataset: MicroBatches
     validation: ValidationRun
+    samples: SamplesAtEvaluations
     logger: RunLogger
     checkpointer: Checkpointer
     heartbeat: Heartbeat
@@ -214,6 +216,7 @@ def _assemble(
         run=run,
         dataset=dataset,
         validation=task.validation(data, engine),
+        samples=SamplesAtEvaluations(run, engine, heartbeat.touch),
         logger=RunLogger(run, engine),
         checkpointer=Checkpointer(
             run, engine, average, guard, heartbeat.touch, lambda: stop.received

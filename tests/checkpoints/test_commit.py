@@ -22,7 +22,7 @@ from mmldlm.checkpoints.locate import (
     holds_checkpoints,
     list_checkpoints,
     locate_checkpoint,
-    read_latest,
+    read_link,
 )
 from mmldlm.checkpoints.manifest import is_as_saved, read_manifest, verify
 from mmldlm.checkpoints.retention import prune, set_aside_after
@@ -664,10 +664,10 @@ def test_prune_never_deletes_the_last_good_one(tmp_path, keep_last):
 def test_prune_keeps_what_latest_names(tmp_path):
     for step in (1, 2, 3):
         save(tmp_path, step)
-    commit_module.update_latest(tmp_path, tmp_path / "checkpoints" / "step_00000001")
+    commit_module.update_link(tmp_path, "latest", tmp_path / "checkpoints" / "step_00000001")
     prune(tmp_path, keep_last=1)
     assert [step for step, _ in list_checkpoints(tmp_path)] == [1, 3]
-    assert read_latest(tmp_path).name == "step_00000001"
+    assert read_link(tmp_path).name == "step_00000001"
 
 
 def test_stale_partials_are_cleared(tmp_path):

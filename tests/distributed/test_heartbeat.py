@@ -70,6 +70,7 @@ def test_the_job_ends_and_names_the_rank(jobs, case):
         assert all("ValueError: row 7 is damaged" in line for line in lines)
     if what == "sleep":
         assert all("heartbeat_worker.py" in line for line in lines)  # where it stands
+        assert all(line.endswith(f"of the ranks: {folder / case / 'logs'}") for line in lines)
 
 
 @pytest.mark.parametrize("case", ["evaluate@1", "evaluate@0"])

@@ -52,6 +52,9 @@ def test_its_engines_give_the_losses_of_one_process(runs, arm):
         (other,) = read_log(runs, f"{arm}_{engine}", "eval_log.jsonl")
         for key in figures:
             assert other[key] == pytest.approx(evaluation[key], rel=1e-4, abs=1e-4), (engine, key)
+        # Without a condition there is nothing to write, and a causal model is not sampled.
+        sampled = read_log(runs, f"{arm}_{engine}", "samples.jsonl")
+        assert len(sampled) == (arm not in ("ar", "mdlm")), engine
 
 
 @pytest.mark.parametrize("arm", ARMS)

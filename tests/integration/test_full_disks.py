@@ -96,7 +96,8 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
     ]
     assert main(train_words(store, tmp_path, "run", *words)) == 0
     said = capsys.readouterr().out
-    for name in ("training_log.jsonl", "eval_log.jsonl", "events.jsonl", "/dev/full"):
+    logs = ("training_log.jsonl", "eval_log.jsonl", "samples.jsonl", "events.jsonl", "/dev/full")
+    for name in logs:
         assert said.count(f"cannot write to {name}") == 1, name
     assert "rollback from step 3 to 2" in said and "training_log.jsonl keeps its records" in said
     assert (tmp_path / "run" / "latest").resolve().name == "step_00000004"

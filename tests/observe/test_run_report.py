@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import json
 import re
 import shutil
@@ -46,6 +48,10 @@ def test_a_page_has_what_the_run_recorded(runs):
     for words in ("l2t_nelbo", "optimizer.lr", "nearest preset, tiny", "no preflight.json"):
         assert words in page, words
     assert page.count("<polyline") > 8 and "step_00000006" in page
+    # Each of the four samples once, with what was written of it at every evaluation.
+    assert page.count("<caption>l2t: ") == 4
+    record = json.loads((runs / "first" / "samples.jsonl").read_text().splitlines()[-1])
+    assert record["step"] == 6 and html.escape(record["sampled"][0]["reference"], False) in page
     assert not re.findall(r"""(?:src|href)=["'](?!data:)|url\(|@import|https?:""", page)
 
 
@@ -97,6 +103,26 @@ def test_a_long_log_is_read_in_few_points_and_events(tmp_path):
     assert "skipped (1)" in page and "rolled back to (1)" in page and HOSTILE not in page
     # A norm of 0 has no logarithm.
     assert "gradient norm" not in page
+
+
+def test_samples_are_shown_for_a_few_evaluations_and_pictures_embedded(runs, tmp_path):
+    folder = tmp_path / "first"
+    shutil.copytree(runs / "first", folder, symlinks=True)
+    (folder / "samples").mkdir()
+    (folder / "samples" / "drawn.png").write_bytes(b"\x89PNG of a test")
+    text = {"kind": "i2t", "reference": HOSTILE, "text": HOSTILE}
+    drawn = {"kind": "t2i", "reference": "a cat", "image": "samples/drawn.png"}
+    gone = [{**drawn, "image": name} for name in ("samples/gone.png", "../first/config.yaml")]
+    with JsonlLog(folder / "samples.jsonl", resume_step=0) as log:
+        for step in range(1, 101):
+            log.write({"step": step, "sampled": [text, drawn, *gone, {"kind": 3}, None]})
+        log.write({"step": 101, "sampled": "none"})
+    (record,) = read_runs([folder])
+    assert [sample.step for sample in record.samples] == [1, 1, 26, 26, 51, 51, 76, 76]
+    assert record.samples[1].made == b"\x89PNG of a test"
+    page = report_page([record])
+    encoded = base64.b64encode(b"\x89PNG of a test").decode()
+    assert page.count(f"data:image/png;base64,{encoded}") == 4 and HOSTILE not in page
 
 
 def test_the_nearest_preset_is_found():

@@ -6,8 +6,10 @@ import io
 
 import pytest
 
+from mmldlm.cluster.hostfile import read_hostfile
 from mmldlm.preflight.check import ERROR, FAIL, PASS, SKIP, WARN, Result
 from mmldlm.preflight.report import exit_code, failing_nodes, print_report
+from mmldlm.preflight.runner import write_passing_nodes
 from tests.support.preflight_context import make_context
 
 
@@ -32,6 +34,16 @@ def test_the_node_in_most_bad_pairs_is_excluded():
     context = make_context()
     pairs = [Result(FAIL, node=f"{x}->{y}", scope="pair") for x, y in ("ac", "bc", "ca")]
     assert failing_nodes(context, pairs) == ["c"]
+
+
+def test_nodes_that_passed_are_a_hostfile_for_the_next_launch(tmp_path, capsys):
+    context, path = make_context(slots=8), tmp_path / "passing_nodes.txt"
+    failed = [Result(FAIL, node=name, id="X") for name in "abc"]
+    write_passing_nodes(context, failed[1:2], path)
+    assert [(node.name, node.slots) for node in read_hostfile(path)] == [("a", 8), ("c", 8)]
+    assert f"the other 2 nodes: --hostfile {path}" in capsys.readouterr().out
+    write_passing_nodes(context, failed, path)
+    assert not path.exists()
 
 
 @pytest.mark.parametrize(

@@ -467,6 +467,13 @@ def _plot(folder: Path) -> Any:
     return [len(curve) for curve in loss_curves(folder)]
 
 
+def _report(folder: Path) -> Any:
+    from mmldlm.observe.run_record import read_runs
+    from mmldlm.observe.run_report import report_page
+
+    return report_page(read_runs([folder])) and None
+
+
 def _continued_log(folder: Path) -> Any:
     """Open the logs of a resumed run, which reports errors of the system with its folder."""
     from mmldlm.observe.jsonl_log import JsonlLog
@@ -637,6 +644,7 @@ READERS = (
     Reader("config to resume", "run", ("config.yaml",), _resume_config),
     Reader("monitor", "run", ("*_log.jsonl", "events.jsonl", "config.yaml"), _monitor),
     Reader("plot", "run", ("*_log.jsonl",), _plot),
+    Reader("report", "run", ("samples.jsonl",), _report),
     Reader("continued log", "run", LOGS, _continued_log, written=LOGS),
     Reader("receipt", "run", ("preflight.json",), _receipt),
     Reader("forensics", "run", ("forensics/*",), _forensics),

@@ -68,7 +68,7 @@ def test_a_run_that_goes_back_leaves_its_future(store, copy):
     assert steps_of(copy) == [2, 4]
     dropped = sorted(path.name for path in source.parent.glob(".dropped_*"))
     assert dropped == [".dropped_step_00000004", ".dropped_step_00000006"]
-    assert locate.read_latest(copy / "run").name == "step_00000004"
+    assert locate.read_link(copy / "run").name == "step_00000004"
     told = " ".join(event["text"] for event in events(copy, "note"))
     assert ".dropped_step_00000006" in told and "optimizer.lr: 0.001 -> 0.002" in told
     assert (
@@ -351,7 +351,7 @@ def test_a_run_whose_last_steps_are_excluded_ends_normally(store, tmp_path, monk
         == 0
     )
     assert [event["step"] for event in events(tmp_path, "passed_over")] == [6, 7, 8]
-    assert locate.read_latest(tmp_path / "run").name == "step_00000008"
+    assert locate.read_link(tmp_path / "run").name == "step_00000008"
     assert [record["step"] for record in read_log(tmp_path, "run", "eval_log.jsonl")] == [8]
 
 
@@ -378,7 +378,7 @@ def test_bad_weights_behind_excluded_steps_are_not_saved(store, tmp_path, monkey
     assert main(words(store, tmp_path, *more)) == 4
     assert "non-finite values in the training state" in capsys.readouterr().err
     assert [event["step"] for event in events(tmp_path, "stability_stop")] == [8]
-    assert locate.read_latest(tmp_path / "run").name == "step_00000004"
+    assert locate.read_link(tmp_path / "run").name == "step_00000004"
 
 
 def test_a_failed_last_save_is_not_hidden_by_an_old_folder(store, copy, monkeypatch, capsys):
@@ -539,3 +539,31 @@ def test_an_unreadable_save_request_ends_no_rank_alone(store, tmp_path):
 
     own = SimpleNamespace(is_main=True, run_dir=tmp_path / ("too long" * 50))
     assert not Checkpointer.save_requested.fget(own)
+
+
+def test_last_best_outlives_worse_steps_and_a_resume(store, tmp_path):
+    from mmldlm.cli import main as command
+    from mmldlm.train import main
+
+    more = ["engine.kind=single", "logging.save_freq=2", "logging.eval_freq=4"]
+    more += ["checkpoints.keep_best=l2t_nelbo", "checkpoints.keep_last=1", "training.resume=auto"]
+    words = train_words(store, tmp_path, "run", *more, "logging.eval_samples=0")
+    assert main([*words, "training.num_train_steps=8"]) == 0
+    run = tmp_path / "run"
+    assert (run / "last_best").resolve().name == "step_00000008"
+    # A rate that ruins the weights.
+    worse = ["training.num_train_steps=14", "optimizer.lr=1"]
+    assert main([*words, *worse]) == 0
+    figures = {r["step"]: r["l2t_nelbo"] for r in read_log(tmp_path, "run", "eval_log.jsonl")}
+    assert list(figures) == [4, 8, 12, 14] and min(figures, key=figures.__getitem__) == 8
+    assert (run / "last_best").resolve().name == "step_00000008"
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept == ["step_00000008", "step_00000014"]
+    best = [
+        event for event in read_log(tmp_path, "run", "events.jsonl") if event["event"] == "best"
+    ]
+    assert [event["step"] for event in best] == [4, 8]
+    assert command(["convert", str(run / "last_best"), str(tmp_path / "out")]) == 0
+    sample = ["sample", "unconditional", "--num-samples", "1", "--num-steps", "2"]
+    sample += ["--checkpoint", str(run / "last_best"), "--output-dir", str(tmp_path / "texts")]
+    assert command(sample) == 0

@@ -52,7 +52,7 @@ def put(kind: str, path) -> None:
         ("training_log.jsonl", "fifo"),
         *(
             pytest.param(name, "fifo", marks=SLOW)
-            for name in ("config.yaml", "eval_log.jsonl", "gradient_log.jsonl")
+            for name in ("config.yaml", "eval_log.jsonl", "samples.jsonl", "gradient_log.jsonl")
         ),
     ],
 )

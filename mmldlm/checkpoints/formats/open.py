@@ -34,6 +34,7 @@ from mmldlm.checkpoints.manifest import (
     ENGINE_FOLDER,
     FORMAT,
     LATEST,
+    LINKS,
     MANIFEST,
     MODEL_FILE,
     examine,
@@ -240,7 +241,7 @@ def _check_manifest(checkpoint: Path, weights_only: bool) -> None:
 
 
 def _is_run_checkpoint(path: Path) -> bool:
-    if path.name == LATEST and (path.is_symlink() or path.is_file()):
+    if path.name in LINKS and (path.is_symlink() or path.is_file()):
         return True
     if not path.is_dir():
         return False

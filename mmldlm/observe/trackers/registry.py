@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
+import numpy as np
+
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.observe.trackers.base import TrackedRun, Tracker
 from mmldlm.observe.trackers.tensorboard import TensorBoardTracker
@@ -63,6 +65,10 @@ class Trackers:
     def text(self, step: int, name: str, text: str) -> None:
         """Record a text of a step."""
         self._submit(lambda tracker: tracker.text(step, name, text))
+
+    def image(self, step: int, name: str, array: np.ndarray) -> None:
+        """Record an image of a step, [height, width, 3] uint8."""
+        self._submit(lambda tracker: tracker.image(step, name, array))
 
     def finish(self, exit_code: int, stop: Callable[[], bool]) -> list[str]:
         """Close all; return "NAME: place" of each that says where its record is.

@@ -174,6 +174,7 @@ def checkpoints_fit(context):
     count = (
         checkpoints.keep_last
         + 1
+        + (checkpoints.keep_best is not None)
         + (num_steps // checkpoints.keep_every if checkpoints.keep_every else 0)
     )
     folders = context.probe_values("checkpoints") or {"": context.head_value("checkpoints") or {}}

@@ -153,6 +153,7 @@ class ArTask(BaselineTask):
     sampling_options = frozenset({"sampler", "temperature", "top_p", "num_beams"})
     exact_likelihood = True
     evaluation_decoding = "greedy, one token after the other, until EOS"
+    samples_by_forward = False  # its cache is filled block by block
 
     def collator(
         self, data: LatentData, seed: int | None = None, condition_dropout: float | None = None
