@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mmldlm import __version__
+from mmldlm.config import earlier_systems
 from mmldlm.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -159,6 +160,22 @@ def _add_arguments(parser: argparse.ArgumentParser, verb: str):
     return module.main
 
 
+def _report_unread_variables(verb: str, arguments: list[str]) -> None:
+    """Name set variables of MM-LDLM's scripts, which commands do not read.
+
+    Raises:
+        UserError: one that has another name in our scripts, too.
+    """
+    for name, word in earlier_systems.unread_variables(arguments, os.environ):
+        if name.startswith("L2T_"):
+            raise UserError(
+                "settings that mmldlm reads",
+                f"{name}={os.environ[name]}, a variable of MM-LDLM's scripts",
+                f"unset {name}, and write {word}",
+            )
+        print(f"note: mmldlm {verb} does not read {name}: write {word}", file=sys.stderr)
+
+
 def _explain_import(error: Exception, verb: str) -> UserError | None:
     """Explain an error during imports if PYTHONPATH shadows installed packages; else
     return None.
@@ -206,7 +223,7 @@ def _print_help(argv: list[str]) -> int:
         names = [name for name in VERBS if " " not in name]
         error = UserError(
             "a verb of mmldlm",
-            f"{argv[0]}{did_you_mean(argv[0], names)}",
+            f"{argv[0]}{earlier_systems.hint_for_script(argv[0]) or did_you_mean(argv[0], names)}",
             "`mmldlm --help` lists the verbs",
         )
         print(for_screen(f"error: {error}", sys.stderr), file=sys.stderr)
@@ -238,12 +255,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = argv[len(verb.split(" ")) :]
     interrupt_on_stop_signals()
     parser = CommandParser(f"mmldlm {verb}", VERBS[verb][1])
+    parser.hints = earlier_systems.OPTIONS
     try:
         check_working_folder()
         run = _add_arguments(parser, verb)
         args = parser.parse(arguments)
         if verb not in STARTS_RANKS:
             leave_platform(verb)
+        if hasattr(args, "overrides") and getattr(args, "script", None) is None:
+            _report_unread_variables(verb, arguments)
         with report_exit_as_error():
             code = run(args) or EXIT_DONE
         sys.stdout.flush()
