@@ -73,6 +73,33 @@ def _monitor(parser):
     return run_log.monitor
 
 
+def _completion(parser):
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="shell that reads it")
+    return _print_completion
+
+
+def _print_completion(args):
+    """Print a script for a shell, which then completes verbs, options, choices and files."""
+    try:
+        import shtab
+    except ImportError as error:
+        raise UserError("the package shtab", str(error), "pip install shtab") from error
+    from mmldlm.config.load import preset_names
+    from mmldlm.utils import option_types
+
+    parser = argparse.ArgumentParser("mmldlm")
+    verbs = parser.add_subparsers(dest="verb")
+    for name, (_, text) in VERBS.items():
+        if " " not in name:
+            _add_arguments(verb := verbs.add_parser(name, help=text), name)
+            for action in verb._actions:
+                if action.dest == "config_name":
+                    action.choices = preset_names()
+                elif action.type is option_types.path:
+                    action.complete = shtab.FILE
+    print(shtab.complete(parser, args.shell))
+
+
 def _sample_kind(kind: str):
     def fill(parser):
         from mmldlm.commands import sample
@@ -143,6 +170,7 @@ VERBS = {
     ),
     "plot": (_plot, "draw a run's loss curve"),
     "report": (_report, "write a page about a run: curves, events, validation, config"),
+    "completion": (_completion, "print what makes a shell complete verbs, options and files"),
     "monitor": (_monitor, "follow a run's log and report its health"),
 }
 

@@ -166,3 +166,18 @@ def test_a_package_that_pythonpath_puts_in_place_of_ours_is_named(tmp_path, name
     )
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert str(tmp_path / "mine" / "numpy") in done.stderr and "unset PYTHONPATH" in done.stderr
+
+
+def test_a_shell_completes_verbs_options_and_presets(tmp_path, capsys):
+    pytest.importorskip("shtab")
+    assert cli.main(["completion", "bash"]) == 0
+    (tmp_path / "completion").write_text(capsys.readouterr().out)
+    lines = [f"source {tmp_path}/completion"]
+    for words in ("mmldlm pref", "mmldlm train --config-name quick", "mmldlm evaluate --see"):
+        count = len(words.split()) - 1
+        lines += [f"COMP_WORDS=({words}) COMP_CWORD={count} COMPREPLY=()"]
+        lines += ['_shtab_mmldlm; echo "${COMPREPLY[@]}"']
+    shell = subprocess.run(
+        ["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True
+    )
+    assert shell.stdout.split() == ["preflight", "quickstart", "--seed"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 from mmldlm.commands import config_options
 from mmldlm.config.load import all_keys, allowed_words, to_yaml
@@ -13,6 +14,9 @@ from mmldlm.training.session import check_run
 from mmldlm.utils import option_types
 from mmldlm.utils.paths import check_writable_dir
 
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+SCHEMA_FILE = "mmldlm.schema.json"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm config` to those of `train`."""
@@ -21,6 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keys",
         action="store_true",
         help="list every key with its default, its allowed values and its meaning",
+    )
+    parser.add_argument(
+        "--schema",
+        action="store_true",
+        help="print the JSON schema of the task's config, by which editors check and complete it",
     )
     parser.add_argument(
         "--world-size",
@@ -45,9 +54,14 @@ def main(args: argparse.Namespace) -> int:
     if args.keys:
         _print_keys(type(config))
         return EXIT_DONE
+    if args.schema:
+        print(json.dumps({"$schema": DIALECT, **type(config).model_json_schema()}, indent=2))
+        return EXIT_DONE
     task = find_task(config.task)
     if task.names_data(config):
         config = open_run_data(config).config
+    print(f"# yaml-language-server: $schema={SCHEMA_FILE}")
+    print(f"# (`mmldlm config --schema task={config.task} > {SCHEMA_FILE}` makes it)")
     print(to_yaml(config), end="")
     training = config.training
     per_step = training.train_batch_size * training.grad_accum_steps * args.world_size

@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> N
     if kind is None:
         add(
             "kind",
-            choices=KINDS,
+            choices=tuple(KINDS),
             help="what to sample; `mmldlm sample KIND --help` lists the options of one kind",
         )
     else:
