@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 from mmldlm.commands import config_options
 from mmldlm.config.load import all_keys, allowed_words, to_yaml
@@ -12,6 +13,7 @@ from mmldlm.errors import EXIT_DONE
 from mmldlm.tasks.registry import find_task, open_run_data
 from mmldlm.training.session import check_run
 from mmldlm.utils import option_types
+from mmldlm.utils.formatting import for_screen
 from mmldlm.utils.paths import check_writable_dir
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -86,4 +88,5 @@ def _print_keys(config_class: type[Config]) -> None:
     for key, default, text in all_keys(config_class):
         values = allowed_words(key, config_class)
         choice = f"  ({' | '.join(values)})" if values else ""
-        print(f"{key} = {default}{choice}\n    {' '.join(text.split())}")
+        description = f"{key} = {default}{choice}\n    {' '.join(text.split())}"
+        print(for_screen(description, sys.stdout, "  "))
