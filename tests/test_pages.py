@@ -9,6 +9,8 @@ import functools
 import importlib
 import re
 import shlex
+import subprocess
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -218,6 +220,21 @@ def test_python_parses_and_imports_what_exists(page):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("mmldlm"):
                 module = importlib.import_module(str(node.module))
                 assert [name.name for name in node.names if not hasattr(module, name.name)] == []
+
+
+def test_the_pages_make_a_site(tmp_path):
+    """Every page is in it, no link is broken, and the reference is made of the code."""
+    pytest.importorskip("material")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for page in ROOT.glob("docs/**/*.md"):
+        name = str(page.relative_to(ROOT).with_suffix("")).removesuffix("README")
+        assert (tmp_path / name / "index.html").exists(), name
+    shown = (tmp_path / "reference" / "commands" / "index.html").read_text(encoding="utf-8")
+    assert [verb for verb in cli.VERBS if f"mmldlm {verb}" not in shown] == []
+    keys = (tmp_path / "reference" / "config" / "index.html").read_text(encoding="utf-8")
+    assert [key for key in known_keys() - OF_EXAMPLES if f"<code>{key}</code>" not in keys] == []
 
 
 def test_the_cheat_sheet_has_every_exit_code():
