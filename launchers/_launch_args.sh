@@ -3,7 +3,6 @@
 
 mmldlm_launch_args() {
     local name key
-    mmldlm_refuse_old_names || return
     mmldlm_same LEARNING_RATE OPTIMIZER_LR "both set optimizer.lr: keep one" || return
     mmldlm_count NPROC_PER_NODE 1 || return
     mmldlm_count MASTER_PORT 1 || return
@@ -24,25 +23,6 @@ GRAD_ACCUM_STEPS training.grad_accum_steps
 LATENT_DIM model.latent_dim
 DTYPE training.dtype
 KEYS
-}
-
-# MM-LDLM's variables with other names here: they are not read, so the run would not be the intended one.
-mmldlm_refuse_old_names() {
-    local name fix
-    for name in "${!L2T_@}"; do
-        [ -n "${!name}" ] || continue
-        case $name in
-        L2T_CONFIG) fix="CONFIG_NAME=${!name}" ;;
-        L2T_RUN_NAME) fix="use the argument logging.run_name=${!name}" ;;
-        L2T_SAVE_DIR) fix="use the argument logging.save_dir=${!name}" ;;
-        L2T_TRAIN_BS) fix="use the argument training.train_batch_size=${!name}" ;;
-        L2T_EVAL_BS) fix="use the argument training.eval_batch_size=${!name}" ;;
-        L2T_COMPILE) fix="use the argument training.compile_model=${!name}" ;;
-        *) fix="use an argument section.key=value (mmldlm config --keys lists them)" ;;
-        esac
-        mmldlm_fail "$name is a variable of MM-LDLM that is not read here" "unset $name; $fix"
-        return
-    done
 }
 
 # Usage: mmldlm_same NAME OTHER FIX   (two variables with one meaning)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from mmldlm.inference.trained_model import TrainedModel
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # `python -m mmldlm.MODULE` puts the working folder first on the path, and the user's own random.py
 # there would replace Python's. While the module is searched for, sys.argv[0] is "-m"; this package

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mmldlm import __version__
+from mmldlm.config import earlier_systems
 from mmldlm.errors import (
     EXIT_DONE,
     EXIT_FAILED,
@@ -70,6 +71,33 @@ def _monitor(parser):
 
     run_log.add_monitor_arguments(parser)
     return run_log.monitor
+
+
+def _completion(parser):
+    parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="shell that reads it")
+    return _print_completion
+
+
+def _print_completion(args):
+    """Print a script for a shell, which then completes verbs, options, choices and files."""
+    try:
+        import shtab
+    except ImportError as error:
+        raise UserError("the package shtab", str(error), "pip install shtab") from error
+    from mmldlm.config.load import preset_names
+    from mmldlm.utils import option_types
+
+    parser = argparse.ArgumentParser("mmldlm")
+    verbs = parser.add_subparsers(dest="verb")
+    for name, (_, text) in VERBS.items():
+        if " " not in name:
+            _add_arguments(verb := verbs.add_parser(name, help=text), name)
+            for action in verb._actions:
+                if action.dest == "config_name":
+                    action.choices = preset_names()
+                elif action.type is option_types.path:
+                    action.complete = shtab.FILE
+    print(shtab.complete(parser, args.shell))
 
 
 def _sample_kind(kind: str):
@@ -143,6 +171,7 @@ VERBS = {
     ),
     "plot": (_plot, "draw a run's loss curve"),
     "report": (_report, "write a page about a run: curves, events, validation, config"),
+    "completion": (_completion, "print what makes a shell complete verbs, options and files"),
     "monitor": (_monitor, "follow a run's log and report its health"),
 }
 
@@ -158,6 +187,22 @@ def _add_arguments(parser: argparse.ArgumentParser, verb: str):
     module = importlib.import_module(entry)
     module.add_arguments(parser)
     return module.main
+
+
+def _report_unread_variables(verb: str, arguments: list[str]) -> None:
+    """Name set variables of MM-LDLM's scripts, which commands do not read.
+
+    Raises:
+        UserError: one that has another name in our scripts, too.
+    """
+    for name, word in earlier_systems.unread_variables(arguments, os.environ):
+        if name.startswith("L2T_"):
+            raise UserError(
+                "settings that mmldlm reads",
+                f"{name}={os.environ[name]}, a variable of MM-LDLM's scripts",
+                f"unset {name}, and write {word}",
+            )
+        print(f"note: mmldlm {verb} does not read {name}: write {word}", file=sys.stderr)
 
 
 def _explain_import(error: Exception, verb: str) -> UserError | None:
@@ -207,7 +252,7 @@ def _print_help(argv: list[str]) -> int:
         names = [name for name in VERBS if " " not in name]
         error = UserError(
             "a verb of mmldlm",
-            f"{argv[0]}{did_you_mean(argv[0], names)}",
+            f"{argv[0]}{earlier_systems.hint_for_script(argv[0]) or did_you_mean(argv[0], names)}",
             "`mmldlm --help` lists the verbs",
         )
         print(for_screen(f"error: {error}", sys.stderr), file=sys.stderr)
@@ -239,12 +284,15 @@ def main(argv: list[str] | None = None) -> int:
     arguments = argv[len(verb.split(" ")) :]
     interrupt_on_stop_signals()
     parser = CommandParser(f"mmldlm {verb}", VERBS[verb][1])
+    parser.hints = earlier_systems.OPTIONS
     try:
         check_working_folder()
         run = _add_arguments(parser, verb)
         args = parser.parse(arguments)
         if verb not in STARTS_RANKS:
             leave_platform(verb)
+        if hasattr(args, "overrides") and getattr(args, "script", None) is None:
+            _report_unread_variables(verb, arguments)
         with report_exit_as_error():
             code = run(args) or EXIT_DONE
         sys.stdout.flush()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Exit codes of every command.
+# Exit codes of every command; docs/cheatsheet.md lists them.
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2

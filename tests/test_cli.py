@@ -173,3 +173,18 @@ def test_the_package_is_a_command():
         [sys.executable, "-m", "mmldlm", "--version"], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("mmldlm ")
+
+
+def test_a_shell_completes_verbs_options_and_presets(tmp_path, capsys):
+    pytest.importorskip("shtab")
+    assert cli.main(["completion", "bash"]) == 0
+    (tmp_path / "completion").write_text(capsys.readouterr().out)
+    lines = [f"source {tmp_path}/completion"]
+    for words in ("mmldlm pref", "mmldlm train --config-name quick", "mmldlm evaluate --see"):
+        count = len(words.split()) - 1
+        lines += [f"COMP_WORDS=({words}) COMP_CWORD={count} COMPREPLY=()"]
+        lines += ['_shtab_mmldlm; echo "${COMPREPLY[@]}"']
+    shell = subprocess.run(
+        ["bash", "-c", "\n".join(lines)], capture_output=True, text=True, check=True
+    )
+    assert shell.stdout.split() == ["preflight", "quickstart", "--seed"]

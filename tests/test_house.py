@@ -48,24 +48,6 @@ def test_the_architecture_page_has_the_order():
     assert missing == []
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
-def test_files_named_in_the_guides_exist(page):
-    """A short name like `store/store.py` is the end of a path; NAME, TOPIC, VERB and a/b/c.py
-    stand for any file.
-    """
-    root = house.PACKAGE.parent
-    named = set(re.findall(r"`([\w./-]+(?:\.py|\.sh|\.txt|/))`", (root / page).read_text()))
-    named = {name for name in named if not re.search("NAME|TOPIC|VERB|a/b/", name)}
-    files = [path for folder in ("mmldlm", "tests") for path in (root / folder).rglob("*")]
-    existing = "".join(
-        f"/{path.relative_to(root).as_posix()}{'/' if path.is_dir() else ''}\n" for path in files
-    )
-    missing = {
-        name for name in named if not (root / name).exists() and f"/{name}\n" not in existing
-    }
-    assert len(named) > 20 and missing == set()
-
-
 def test_the_changelog_lists_every_renamed_key():
     page = (house.PACKAGE.parent / "CHANGELOG.md").read_text()
     rows = [f"| `{old}` | `{new}` |" for old, new in KEYS.items()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from mmldlm.checkpoints.files.dtypes import COMPLEX, DTYPES, bf16_to_fp32
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
 from mmldlm.errors import UserError
-from mmldlm.utils.formatting import print_table
+from mmldlm.utils.formatting import for_screen, print_table
 from mmldlm.utils.moments import MOMENTS
 
 
@@ -64,10 +65,8 @@ def inspect(path: Path | str, keep_names: bool = False, key: str | None = None) 
         for name, info in weights.tensors.items():
             tied = f" -> {info.alias_of}" if info.alias_of else ""
             moments = "".join(f"  {what}" for what in weights.moments_of(name))
-            print(
-                f"{name:<{width}}  {info.dtype:<9} {info.kind:<9}"
-                f" {_shape(info.shape)}{tied}{moments}"
-            )
+            row = f"{name:<{width}}  {info.dtype:<9} {info.kind:<9} {_shape(info.shape)}"
+            print(for_screen(f"{row}{tied}{moments}", sys.stdout))
         for note in weights.notes:
             print(f"note: {note}")
     return 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 
 from mmldlm.commands import config_options
 from mmldlm.config.load import all_keys, allowed_words, to_yaml
@@ -13,8 +15,11 @@ from mmldlm.preflight import memory_model
 from mmldlm.tasks.registry import find_task, open_run_data
 from mmldlm.training.session import check_run
 from mmldlm.utils import option_types
-from mmldlm.utils.formatting import format_bytes
+from mmldlm.utils.formatting import for_screen, format_bytes
 from mmldlm.utils.paths import check_writable_dir
+
+DIALECT = "https://json-schema.org/draft/2020-12/schema"
+SCHEMA_FILE = "mmldlm.schema.json"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--keys",
         action="store_true",
         help="list every key with its default, its allowed values and its meaning",
+    )
+    parser.add_argument(
+        "--schema",
+        action="store_true",
+        help="print the JSON schema of the task's config, by which editors check and complete it",
     )
     parser.add_argument(
         "--world-size",
@@ -48,11 +58,16 @@ def main(args: argparse.Namespace) -> int:
     if args.keys:
         _print_keys(type(config))
         return EXIT_DONE
+    if args.schema:
+        print(json.dumps({"$schema": DIALECT, **type(config).model_json_schema()}, indent=2))
+        return EXIT_DONE
     task, longest = find_task(config.task), getattr(config.model, "max_seq_len", None)
     if task.names_data(config):
         data = open_run_data(config)
         config = data.config
         longest = int(max(data.train_lengths.max(), data.validation_lengths.max()))
+    print(f"# yaml-language-server: $schema={SCHEMA_FILE}")
+    print(f"# (`mmldlm config --schema task={config.task} > {SCHEMA_FILE}` makes it)")
     print(to_yaml(config), end="")
     training = config.training
     per_step = training.train_batch_size * training.grad_accum_steps * args.world_size
@@ -97,4 +112,5 @@ def _print_keys(config_class: type[Config]) -> None:
     for key, default, text in all_keys(config_class):
         values = allowed_words(key, config_class)
         choice = f"  ({' | '.join(values)})" if values else ""
-        print(f"{key} = {default}{choice}\n    {' '.join(text.split())}")
+        description = f"{key} = {default}{choice}\n    {' '.join(text.split())}"
+        print(for_screen(description, sys.stdout, "  "))

@@ -17,7 +17,7 @@ from mmldlm.utils.paths import check_writable_dir
 FILES = Path(mmldlm.__file__).with_name("files")
 # Folder -> what to edit in it.
 FOLDERS = {
-    "ds_configs": "DeepSpeed's settings, for --deepspeed_config: ZeRO stage and offload",
+    "ds_configs": "DeepSpeed's settings, for --deepspeed_config: ZeRO stage, offload",
     "hostfiles": "one line per node, for --hostfile: its name and its ranks (slots)",
     "launchers": "scripts for ssh, MPI and Slurm: the #SBATCH lines of slurm.sh",
 }

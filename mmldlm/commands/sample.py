@@ -28,6 +28,7 @@ from mmldlm.inference.options import KINDS, READERS, SampleOptions, add_sample_o
 from mmldlm.inference.sample import fit_options, run_sampler
 from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.observe.pages.trace_page import trace_page
+from mmldlm.sampling.latents import steps_given_text
 from mmldlm.sampling.records import TraceRecorder
 from mmldlm.sampling.settings import REMOVED_OPTIONS, RESULTS_PAGE
 from mmldlm.tasks.text_task import Pretrained
@@ -52,6 +53,10 @@ CHECKPOINT_HELP = (
     " or on the Hugging Face hub (OWNER/NAME)"
 )
 MAX_TABLE_ROWS = 20
+STEPS_NOTE = (
+    "note: a text determines its embedding: without --num-steps t2l is faster,\n"
+    "      and mostly nearer to the encoder (docs/evaluation.md)"
+)
 TITLES = {
     "num_unknown": "[UNK]",
     "cosine": "cosine with the encoder's",
@@ -68,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> N
     if kind is None:
         add(
             "kind",
-            choices=KINDS,
+            choices=tuple(KINDS),
             help="what to sample; `mmldlm sample KIND --help` lists the options of one kind",
         )
     else:
@@ -161,6 +166,8 @@ def main(args: argparse.Namespace) -> int:
 def _sample(args: argparse.Namespace, given: dict[str, Any], device: str, out: Path) -> int:
     pretrained = load_pretrained(args.checkpoint, device)
     kind, options = fit_options(pretrained, args.kind, given, args.seed)
+    if kind == "t2l" and (options.num_steps or 0) > steps_given_text(pretrained.latent_diffusion):
+        print(STEPS_NOTE, file=sys.stderr)
     trace = None
     if options.trace is not None:
         assert options.sampler is not None

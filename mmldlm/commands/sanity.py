@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 from mmldlm.commands import config_options
 from mmldlm.config.schema import Config
@@ -16,6 +17,7 @@ from mmldlm.tasks.registry import open_run_data
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import write_json
 from mmldlm.utils.environment import int_from_env
+from mmldlm.utils.formatting import for_screen
 from mmldlm.utils.paths import check_writable_file, claimed_file
 from mmldlm.utils.screen import open_console
 
@@ -89,7 +91,7 @@ def _check(args: argparse.Namespace, config: Config) -> int:
     console = open_console()
 
     def log(text: str) -> None:
-        console.print(text, soft_wrap=True)
+        console.print(for_screen(text, sys.stdout, " " * 9), soft_wrap=True)
 
     log("reading  the data")
     data = open_run_data(config)

@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
+from mmldlm.config import earlier_systems
 from mmldlm.config.renamed_keys import (
     PRESETS,
-    hint_for_old_key,
     hint_for_removed_value,
     hint_for_renamed_key,
     new_value,
@@ -59,7 +59,9 @@ def resolve_config(
     if name is not None:
         known = preset_names()
         if name not in known:
-            hint = f" (now {PRESETS[name]})" if name in PRESETS else _closest_key(name, known)
+            plain = name.removesuffix(".yaml")
+            new = (PRESETS | earlier_systems.PRESETS).get(plain)
+            hint = f" (now {new})" if new else _closest_key(plain, known)
             raise UserError(
                 f"a preset: {', '.join(known)}",
                 f"--config-name {name}{hint}",
@@ -151,8 +153,10 @@ def _describe_problem(key: str, problem: Any, config_class: type[Config]) -> str
         if removed := hint_for_removed_value(key, value):
             return removed
         choices = re.findall(r"'([^']*)'", str(context.get("expected", "")))
+        earlier = earlier_systems.LOSS_TYPES if key == "training.loss_type" else {}
         meant = (
             new_value(key, value)
+            or earlier.get(value)
             or _ALIASES.get(value.lower())
             or next(iter(difflib.get_close_matches(value.lower(), choices, 1)), None)
         )
@@ -189,7 +193,7 @@ def parse_override(word: str, config_class: type[Config]) -> dict[str, Any]:
             if key.startswith("+")
             else f"leave it out, or write {plain}=null"
         )
-        word_with_hint = f"{word}{hint_for_old_key(plain)}"
+        word_with_hint = f"{word}{earlier_systems.hint_for_key(plain)}"
         raise UserError(
             "section.key=value, as every key of mmldlm has a value already", word_with_hint, fix
         )
@@ -300,7 +304,7 @@ def _unknown_keys(
             full = f"{prefix}{key}"
             hint = (
                 hint_for_renamed_key(full)
-                or hint_for_old_key(full, value)
+                or earlier_systems.hint_for_key(full, value)
                 or _closest_key(full, known)
             )
             yield f"{full}{hint}"

@@ -31,7 +31,7 @@ from mmldlm.observe.throughput import peak_memory, reset_peak_memory
 from mmldlm.stability.audit import nonfinite_tensors
 from mmldlm.stability.guard import LossScaler
 from mmldlm.tasks.registry import find_task
-from mmldlm.utils.formatting import first_line
+from mmldlm.utils.formatting import first_line, for_screen
 from mmldlm.utils.json_files import plain_value
 
 OVERFIT_STEPS = 10
@@ -496,7 +496,10 @@ def print_tables(sanity: SanityRunner, console: Console) -> None:
     width = max(len(row.title) for row in rows)
     for row in rows:
         color = {PASS: "green", FAIL: "red"}.get(row.status, "yellow")
-        line = Text.assemble((f"{row.status:7}", color), f" {row.title:{width}}  {row.reason}")
+        text = for_screen(
+            f"{row.status:7} {row.title:{width}}  {row.reason}", console.file, " " * 8
+        )
+        line = Text.assemble((text[:7], color), text[7:])
         console.print(line, soft_wrap=True)
 
 

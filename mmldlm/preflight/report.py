@@ -4,6 +4,7 @@ code.
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Iterable
 from typing import TextIO
@@ -11,7 +12,7 @@ from typing import TextIO
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_UNCHECKED, EXIT_USAGE
 from mmldlm.preflight.check import ERROR, FAIL, PASS, SKIP, WARN, Result
 from mmldlm.preflight.context import Context
-from mmldlm.utils.formatting import join_some
+from mmldlm.utils.formatting import for_screen, join_some
 
 _VERDICTS = {
     FAIL: "this run will not start, fit and finish as it is",
@@ -75,6 +76,12 @@ def failing_nodes(context: Context, results: list[Result]) -> list[str]:
 
 def print_report(context: Context, results: list[Result], seconds: float, out: TextIO) -> None:
     """Print the report of a preflight: a verdict, the nodes, what failed, and the counts."""
+    text = io.StringIO()
+    _write_report(context, results, seconds, text)
+    print(for_screen(text.getvalue(), out, "      "), file=out, end="", flush=True)
+
+
+def _write_report(context: Context, results: list[Result], seconds: float, out: TextIO) -> None:
     title = f"preflight, level 0-{context.level}" if context.level else "preflight, level 0"
     ranks = f"{len(context.nodes)} node(s), {context.world_size} rank(s), {context.launcher}"
     print(f"{title}: {ranks}", file=out)
@@ -103,7 +110,7 @@ def print_report(context: Context, results: list[Result], seconds: float, out: T
             exclude = f"nodes to exclude: --exclude {'@'.join(bad)}"
         print(f"\n  {exclude}", file=out)
     counts = Counter(r.status for r in results)
-    print(f"\n{worst(results)}: {_summary(counts)} ({seconds:.1f} s)", file=out, flush=True)
+    print(f"\n{worst(results)}: {_summary(counts)} ({seconds:.1f} s)", file=out)
 
 
 def _rows(context: Context, results: list[Result]) -> list[tuple[str, str]]:

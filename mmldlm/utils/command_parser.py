@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from mmldlm.errors import EXIT_USAGE
@@ -39,9 +40,11 @@ class CommandParser(argparse.ArgumentParser):
     Attributes:
         takes_script: Whether what stands behind `--` is a script and its arguments, which `parse`
             returns as `script`; None without `--`.
+        hints: Unknown option -> what to write instead, for the error.
     """
 
     takes_script = False
+    hints: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, prog: str, description: str | None):
         super().__init__(prog=prog, description=description, formatter_class=_Formatter)
@@ -66,7 +69,8 @@ class CommandParser(argparse.ArgumentParser):
             name = word.partition("=")[0]
             is_option = name.startswith("--") and " " not in name
             if is_option and not any(option.startswith(name) for option in known):
-                self.error(f"unknown option {name}{did_you_mean(name, known)}")
+                hint = f" (now {self.hints[name]})" if name in self.hints else ""
+                self.error(f"unknown option {name}{hint or did_you_mean(name, known)}")
         args = self.parse_intermixed_args(words)
         if self.takes_script:
             args.script = script

@@ -114,7 +114,7 @@ def fold(text: str, width: int, indent: str = "") -> str:
         lines += textwrap.wrap(
             line, width, subsequent_indent=lead, break_long_words=False, break_on_hyphens=False
         ) or [""]
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n" * text.endswith("\n")
 
 
 def for_screen(text: str, stream: TextIO, indent: str = "  ") -> str:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from mmldlm.utils.formatting import format_bytes, format_duration
+from mmldlm.utils.formatting import for_screen, format_bytes, format_duration
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the work done so far and the total, both from the start of the stage and in any
@@ -56,7 +56,7 @@ class ProgressBar:
         interval: float = 15.0,
         delay: float = 0.5,
         enabled: bool = True,
-        log: Callable[[str], None] = lambda line: print(line, flush=True),
+        log: Callable[[str], None] = lambda line: print(for_screen(line, sys.stdout), flush=True),
         clock: Callable[[], float] = time.monotonic,
     ):
         self.label, self.unit = label, unit

@@ -89,7 +89,7 @@ def test_with_a_store_ranks_start(venv, store):
         (
             "single_node.sh",
             {"L2T_CONFIG": "mmdit_stable"},
-            ("L2T_CONFIG", "CONFIG_NAME=mmdit_stable"),
+            ("L2T_CONFIG", "--config-name mmdit_stable"),
         ),
         ("mpi.sh", {"L2T_TRAIN_BS": "4"}, ("L2T_TRAIN_BS", "training.train_batch_size=4")),
         (

@@ -36,7 +36,12 @@ UNMIRRORED = (
     "examples",
     "trials",
 )
-UNMIRRORED_FILES = ("test_house.py", "test_import_rules.py", "test_packaging.py")
+UNMIRRORED_FILES = (
+    "test_house.py",
+    "test_import_rules.py",
+    "test_packaging.py",
+    "test_pages.py",
+)
 
 
 def sources() -> dict[str, str]:

@@ -1,0 +1,147 @@
+"""Hook of mkdocs: lay out the pages in a temporary folder as they lie in the checkout, so that
+their links hold, with what they link to and a reference made of the code.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import mmldlm
+from mmldlm import cli
+from mmldlm.config.load import all_keys, allowed_words
+from mmldlm.tasks.registry import TASKS, find_config_class
+from mmldlm.utils.command_parser import CommandParser
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
+CODE = re.compile(r"`[^`]+`")
+LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s]+)\)")
+
+
+def on_config(config: Any) -> Any:
+    """Let mkdocs read the pages from a folder that is made now."""
+    folder = Path(tempfile.mkdtemp(prefix="mmldlm-pages-"))
+    stage(folder)
+    config["docs_dir"] = str(folder)
+    return config
+
+
+def on_post_build(config: Any) -> None:
+    """Delete that folder."""
+    shutil.rmtree(config["docs_dir"])
+
+
+def stage(out: Path) -> None:
+    """Write all pages, and every file that one of them links to, below `out`."""
+    left = [*(ROOT / name for name in PAGES), *(ROOT / "docs").rglob("*.md")]
+    done: set[Path] = set()
+    while left:
+        path = left.pop()
+        if path in done:
+            continue
+        done.add(path)
+        target = out / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".md":
+            text, linked = with_page_links(path)
+            target.write_text(text, encoding="utf-8")
+            left += linked
+        else:
+            shutil.copy(path, target)
+    reference = out / "reference"
+    reference.mkdir()
+    for name, make in (
+        ("config", config_page),
+        ("commands", commands_page),
+        ("python", python_page),
+    ):
+        (reference / f"{name}.md").write_text(make(), encoding="utf-8")
+
+
+def with_page_links(page: Path) -> tuple[str, list[Path]]:
+    """Return a page, and the files it links to; a link to a folder becomes one to its README, or
+    plain text.
+    """
+    linked = []
+
+    def rewrite(match: re.Match[str]) -> str:
+        label, link = match.groups()
+        name, mark, anchor = link.partition("#")
+        if "://" in link or not name:
+            return match[0]
+        path = Path(os.path.normpath(page.parent / name))
+        if path.is_dir():
+            path, name = path / "README.md", f"{name.rstrip('/')}/README.md"
+        if not path.is_file():
+            return label.strip("[]")
+        linked.append(path)
+        return f"{label}({name}{mark}{anchor})"
+
+    text = LINK.sub(rewrite, page.read_text(encoding="utf-8"))
+    # In code in a table GitHub needs a backslash before |, which Python-Markdown would show.
+    rows = re.sub(r"^\|.*", lambda row: CODE.sub(unescaped, row[0]), text, flags=re.M)
+    return rows, linked
+
+
+def unescaped(code: re.Match[str]) -> str:
+    """Return a code span without the backslashes before its |."""
+    return code[0].replace("\\|", "|")
+
+
+def cell(text: str) -> str:
+    """Return a text as a cell of a table, in which < begins no element."""
+    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+def config_page() -> str:
+    """Return the page of all keys: those of `translation`, then what other tasks have beside."""
+    lines = ["# Keys of the config", "", "As `mmldlm config --keys task=NAME` prints them."]
+    known: set[tuple[str, str, str]] = set()
+    for task in sorted(TASKS, key=lambda name: name != "translation"):
+        config_class = find_config_class(task)
+        rows = [row for row in all_keys(config_class) if row not in known]
+        known.update(rows)
+        if task != "translation":
+            lines += ["", f"## Only in task={task}"]
+        section = None
+        for key, default, description in rows:
+            if key.partition(".")[0] != section:
+                section = key.partition(".")[0]
+                title = [] if task != "translation" else ["", f"## {section}"]
+                lines += [*title, "", "| key | default | meaning |", "|---|---|---|"]
+            words = " ".join(f"`{word}`" for word in allowed_words(key, config_class))
+            meaning = f"{description}{f' One of {words}.' if words else ''}"
+            lines.append(f"| `{key}` | `{default}` | {cell(meaning)} |")
+    return "\n".join(lines) + "\n"
+
+
+def commands_page() -> str:
+    """Return the page of every verb's --help."""
+    os.environ["COLUMNS"] = "80"
+    lines = ["# Commands"]
+    for verb, (_, text) in cli.VERBS.items():
+        parser = CommandParser(f"mmldlm {verb}", text)
+        cli._add_arguments(parser, verb)
+        lines += ["", f"## mmldlm {verb}", "", "```text", parser.format_help().rstrip(), "```"]
+    return "\n".join(lines) + "\n"
+
+
+def python_page() -> str:
+    """Return the page of what `import mmldlm` offers, by signatures and docstrings."""
+    from mmldlm.inference.trained_model import TrainedModel
+
+    lines = ["# In Python", "", "[How to use it](../docs/usage.md#in-python)"]
+    methods = [value for name, value in vars(TrainedModel).items() if not name.startswith("_")]
+    functions = [method for method in methods if inspect.isfunction(method)]
+    for function in (mmldlm.load, *functions):
+        name = f"mmldlm.{function.__name__}" if function is mmldlm.load else function.__name__
+        signature = f"{name}{inspect.signature(function)}"
+        text = inspect.cleandoc(function.__doc__ or "")
+        lines += ["", f"## {name}", "", "```text", signature, "", text, "```"]
+    return "\n".join(lines) + "\n"
