@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mmldlm.data.lengths import Lengths
 from mmldlm.utils.counter_rng import mix64
 
 # Number of positions in which every store of a mixture has its exact fraction.
@@ -222,7 +223,7 @@ class BatchPlan:
 
     def __init__(
         self,
-        lengths: np.ndarray,
+        lengths: np.ndarray | Lengths,
         global_batch: int,
         seed: int,
         bucket_batches: int = 64,
