@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 from packaging.requirements import Requirement
 
 import mmldlm
@@ -125,6 +126,14 @@ def test_the_wheel_describes_itself(wheel):
     assert set(found.get_all("Provides-Extra")) == extras and {"dev", "data", "eval"} <= extras
     of_pythons = [text for text in found.get_all("Classifier") if re.search(r":: 3\.\d", text)]
     assert [text.split()[-1] for text in of_pythons] == list(PYTHONS)
+
+
+def test_every_file_has_the_same_version():
+    changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    released = re.findall(r"^## \[(\d[\d.]*)\] - (\d{4}-\d\d-\d\d)$", changes, re.M)
+    assert released[0] == (citation["version"], str(citation["date-released"]))
+    assert released[0][0] == mmldlm.__version__
 
 
 def test_the_console_command_exists():

@@ -40,6 +40,7 @@ def on_post_build(config: Any) -> None:
 def stage(out: Path) -> None:
     """Write all pages, and every file that one of them links to, below `out`."""
     left = [*(ROOT / name for name in PAGES), *(ROOT / "docs").rglob("*.md")]
+    left.append(ROOT / "docs" / "site" / "style.css")
     done: set[Path] = set()
     while left:
         path = left.pop()

@@ -36,7 +36,7 @@ def test_a_name_is_read_back_from_the_resolved_config(name, tmp_path):
     """public-reports C 1 own-config. tests/config/test_yaml_reader.py has all words."""
     printed = config(f"logging.run_name={name}")
     succeeds(printed)
-    (tmp_path / "own.yaml").write_text(printed.output.partition("\n#")[0], encoding="utf-8")
+    (tmp_path / "own.yaml").write_text(printed.output, encoding="utf-8")
     again = mmldlm("config", "--config", tmp_path / "own.yaml")
     succeeds(again)
     assert again.output == printed.output
@@ -299,7 +299,8 @@ def test_home_and_variables_are_expanded_in_every_path_key(path, where, tmp_path
     found = config(*words, cwd=tmp_path, env={"HOME": str(tmp_path / "own")})
     succeeds(found)
     assert found.output.count(f"{tmp_path}/own/a b/x") == len(values), found.output
-    assert "~" not in found.output and "$" not in found.output
+    values = found.output.replace("$schema", "")
+    assert "~" not in values and "$" not in values
 
 
 @SLOW
