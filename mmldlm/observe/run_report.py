@@ -201,10 +201,10 @@ def _samples(run: RunRecord, heading: str) -> Element:
         is_text = isinstance(made[0][1], str)
         what = "written" if is_text else "drawn, and the sample's own image to the right"
         rows = [
-            [str(step), content if isinstance(content, str) else _picture(content, reference)]
+            [f"step {step}", content if isinstance(content, str) else _picture(content, reference)]
             for step, content in made
         ]
-        columns = [Column("step", False), Column(what, False)]
+        columns = [Column("evaluation", False), Column(what, False)]
         tables.append(table(f"{kind}: {reference}", columns, rows))
     return section(heading, *tables)
 
