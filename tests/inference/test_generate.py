@@ -651,7 +651,7 @@ def test_the_documents_way_to_model_and_tokenizer(checkpoint):
     code = [
         line.strip()
         for line in text.splitlines()
-        if line.startswith("    ") and "mmldlm convert" not in line
+        if line.startswith("    ") and not line.strip().startswith("mmldlm ")
     ]
     values = {
         "tokens": torch.tensor([[5, 6, 2]]),
