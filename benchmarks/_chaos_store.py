@@ -30,7 +30,7 @@ def plant_nan(source: Path, folder: Path, chance: random.Random) -> tuple[Path, 
     manifest = read_manifest(store)
     split = manifest["splits"]["train"]
     times = math.ceil(1.2 * ROWS_CHECKED / split["num_samples"])
-    for name in ("latents", "text", "tokens"):
+    for name in ("latents", "text", "tokens", "lengths"):
         rows = np.load(train / f"{name}.npy")
         np.save(train / f"{name}.npy", np.concatenate([rows] * times))
     for name in ("text", "token"):

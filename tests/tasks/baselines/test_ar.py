@@ -44,7 +44,7 @@ def batch_of(data, slots, condition_dropout=None, size=6):
 
 def test_every_token_and_eos_is_scored_and_a_placeholder_is_not(data):
     batch = batch_of(data, range(6))
-    lengths = data.train_lengths[:5]
+    lengths = np.asarray(data.train_lengths[:5])
     assert batch.real.tolist() == [True] * 5 + [False]
     assert len(batch.text_positions) == batch.counts["text_tokens"] == int(lengths.sum())
     owner = batch.text_positions // batch.text_tokens.shape[1]
