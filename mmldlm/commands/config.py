@@ -61,7 +61,8 @@ def main(args: argparse.Namespace) -> int:
     if args.schema:
         print(json.dumps({"$schema": DIALECT, **type(config).model_json_schema()}, indent=2))
         return EXIT_DONE
-    task, longest = find_task(config.task), getattr(config.model, "max_seq_len", None)
+    task = find_task(config.task)
+    longest = getattr(getattr(config, "model", None), "max_seq_len", None)
     if task.names_data(config):
         data = open_run_data(config)
         config = data.config

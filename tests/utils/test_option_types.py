@@ -32,6 +32,8 @@ TEXTS = {
     "--key",
     "--key-b",
     "--strip-prefix",
+    "repo",
+    "--revision",
 }
 
 
