@@ -52,7 +52,8 @@ def test_unigram_texts_have_the_tokens_and_lengths_of_training(make, tmp_path):
     assert (drawn, frequent) == unigram_texts(train, 400, seed=1) and drawn != unigram_texts(
         train, 400, seed=2
     )[0]
-    assert len(drawn) == 400 and {len(text) for text in drawn} <= set(np.asarray(train.lengths).tolist())
+    lengths = set(np.asarray(train.lengths).tolist())
+    assert len(drawn) == 400 and {len(text) for text in drawn} <= lengths
     own, other = (
         np.bincount(ids, minlength=make.VOCAB) / len(ids)
         for ids in (tokens, np.concatenate(drawn))
