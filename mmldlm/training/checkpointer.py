@@ -216,9 +216,11 @@ class Checkpointer:
         saved, opened = self._read_together(lambda: self._open(checkpoint), expected, _OTHER_WAYS)
         # Of 1,024 ranks, each would open the files of all: rank 0 does, and tells the others what
         # is where.
-        reader = pickle.loads(self.engine.share_outcome(opened, None))
+        shared = self.engine.share_outcome(opened, None)
         rng = self._read_together(
-            lambda: self._read(checkpoint, reader, saved["applied_steps"]), expected, _OTHER_WAYS
+            lambda: self._read(checkpoint, pickle.loads(shared), saved["applied_steps"]),
+            expected,
+            _OTHER_WAYS,
         )
         self.engine.sync_weights_from_masters()
         restore_rng(rng)

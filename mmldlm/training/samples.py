@@ -46,8 +46,9 @@ class SamplesAtEvaluations:
                 led = cast("Model", model)
                 return model.run(lambda: sample_validation(run.task, run.data, led, count)) or []
         except Exception as error:
-            # Other ranks may wait in the pass that failed here, as in one of an evaluation.
-            if model.is_in_pass and self.engine.world_size > 1:
+            # Other ranks may wait in the pass that failed here, as in one of an evaluation; only
+            # rank 0 can tell the others that no more passes follow.
+            if self.engine.world_size > 1 and (model.is_in_pass or self.engine.rank > 0):
                 raise
             step = run.state.step
             run.folder.event("samples_failed", step=step, reason=first_line(error))
