@@ -65,6 +65,7 @@ def words(*more: str) -> list[str]:
         "model.tie_embeddings=true",
         "data.num_workers=0",
         "logging.plot=false",
+        "logging.eval_samples=0",
         f"engine.collective_timeout={ENGINE_TIMEOUT:g}",
         f"logging.eval_freq={EVAL_FREQ}",
         *more,

@@ -393,6 +393,7 @@ def train_once(
         f"logging.save_dir={folder}",
         f"logging.run_name={name}",
         "logging.plot=false",
+        "logging.eval_samples=0",
         "model.hidden_size=16",
         "model.n_heads=2",
         "model.cond_dim=16",

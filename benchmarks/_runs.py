@@ -57,7 +57,8 @@ def settings(data: str, folder: str | Path, name: str, world_size: int, *more: s
         f"training.grad_accum_steps={ACCUMULATION}",
         # a weight shared by two modules is where partitioning goes wrong first
         "model.tie_embeddings=true",
-        "logging.plot=false",  # 0.7 s, most of a tiny run
+        "logging.plot=false",  # as the samples, 0.7 s, most of a tiny run
+        "logging.eval_samples=0",
         "logging.log_freq=1000000",
         "logging.save_freq=1000000",  # both happen at the end anyway
         "logging.eval_freq=1000000",

@@ -39,6 +39,7 @@ def config_of(folder, *more):
         f"logging.save_dir={folder}",
         "engine.kind=single",
         "logging.plot=false",
+        "logging.eval_samples=0",
         "training.num_train_steps=4",
         "logging.save_freq=2",
         "logging.eval_freq=4",

@@ -52,6 +52,7 @@ def model(images, tmp_path_factory):
         "training.num_train_steps=2",
         "logging.eval_freq=100",
         "logging.plot=false",
+        "logging.eval_samples=0",
     ]
     train(check_run(load_config("tiny", None, words), 1))
     assert main(["convert", str(folder / "run" / "latest"), str(folder / "model")]) == 0
@@ -77,6 +78,7 @@ def components(tmp_path_factory):
         "training.num_train_steps=2",
         "logging.eval_freq=100",
         "logging.plot=false",
+        "logging.eval_samples=0",
     ]
     train(check_run(load_config("tiny", None, [*words, "data.shift_pixels=1"]), 1))
     assert main(["convert", str(folder / "run" / "latest"), str(folder / "model")]) == 0
@@ -364,6 +366,7 @@ def test_text_checkpoints_and_stores_are_refused(model, images, store, tmp_path,
         "training.num_train_steps=1",
         "logging.eval_freq=100",
         "logging.plot=false",
+        "logging.eval_samples=0",
     ]
     train(check_run(load_config("tiny", None, words), 1))
     for kind, more in (("t2i", ["--text", CAPTION]), ("i2t", ["--image", "x.png"]), ("joint", [])):

@@ -93,6 +93,7 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
         "training.num_train_steps=4",
         "logging.save_freq=2",
         "logging.plot=false",
+        "logging.eval_samples=0",
     ]
     assert main(train_words(store, tmp_path, "run", *words)) == 0
     said = capsys.readouterr().out
@@ -115,6 +116,7 @@ def test_without_a_reader_and_without_wandb_a_run_continues(store, tmp_path, mon
         "training.num_train_steps=4",
         "logging.log_freq=1",
         "logging.plot=false",
+        "logging.eval_samples=0",
     ]
     piped = train_words(store, tmp_path, "piped", *words)
     reader, writer = os.pipe()

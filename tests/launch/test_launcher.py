@@ -42,6 +42,7 @@ def start(store, folder, *words, launcher="torchrun"):
         f"logging.save_dir={folder}",
         "logging.run_name=run",
         "logging.plot=false",
+        "logging.eval_samples=0",
         "data.max_validation_samples=16",
     ]
     command += ["training.train_batch_size=4", "logging.eval_freq=1000000", *words]

@@ -41,6 +41,7 @@ def main() -> None:
             "logging.eval_freq=100",
             "training.dtype=fp16",
             "logging.plot=false",
+            "logging.eval_samples=0",
             "optimizer.warmup_steps=0",
             "stability.loss_scale_window=3",
             "checkpoints.async_save=false",

@@ -96,6 +96,7 @@ def run(store: str, folder: str, name: str, *words: str) -> None:
         "training.train_batch_size=4",
         "logging.eval_freq=100",
         "logging.plot=false",
+        "logging.eval_samples=0",
     ]
     train(check_run(load_config("tiny", None, [*common, *words]), int(os.environ["WORLD_SIZE"])))
 
@@ -287,6 +288,7 @@ def converted(store: str, folder: str, resumed: str = "") -> None:
         "logging.save_freq=2",
         "optimizer.ema_decay=0.9",
         "logging.plot=false",
+        "logging.eval_samples=0",
     ]
     words += [
         "model.tie_embeddings=true",

@@ -35,6 +35,7 @@ def observed_run(store: str, folder: str, name: str, shards: bool) -> dict:
         f"logging.save_dir={folder}",
         f"logging.run_name={name}",
         "logging.plot=false",
+        "logging.eval_samples=0",
         "engine.kind=fsdp",
         f"engine.shard_gradients={str(shards).lower()}",
         "training.grad_accum_steps=3",

@@ -96,7 +96,9 @@ def rank_server() -> RankServer:
 
 
 def train_words(store, folder, name: str, *more: str) -> list[str]:
-    """Arguments of `mmldlm/train.py` for a tiny run, without a plot, which takes as long."""
+    """Arguments of `mmldlm/train.py` for a tiny run, without a plot and samples, each of which takes
+    as long.
+    """
     return [
         "--config-name",
         "tiny",
@@ -105,6 +107,7 @@ def train_words(store, folder, name: str, *more: str) -> list[str]:
         f"logging.run_name={name}",
         "data.max_validation_samples=16",
         "logging.plot=false",
+        "logging.eval_samples=0",
         *more,
     ]
 

@@ -134,6 +134,7 @@ def start(
         "data.max_validation_samples=16",
         f"logging.run_name={name}",
         "logging.plot=false",
+        "logging.eval_samples=0",
         "training.train_batch_size=4",
         *words,
     ]

@@ -43,6 +43,7 @@ def words_of(text, folder, name: str, task: str = "gpt2_task:Gpt2Task") -> list[
         "optimizer.warmup_steps=2",
         "training.dtype=fp32",
         "logging.plot=false",
+        "logging.eval_samples=0",
         "engine.kind=single",
         "logging.layer_stats_freq=2",
     ]

@@ -49,6 +49,7 @@ def run(name: str, *words: str) -> None:
         "training.eval_batch_size=1",
         "checkpoints.async_save=false",
         "logging.plot=false",
+        "logging.eval_samples=0",
     ]
     code = 0
     try:

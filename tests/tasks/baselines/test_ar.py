@@ -154,6 +154,7 @@ def run(store, tmp_path_factory):
             f"logging.save_dir={folder}",
             "logging.run_name=run",
             "logging.plot=false",
+            "logging.eval_samples=0",
             "optimizer.lr=3e-3",
         ]
         more += [

@@ -68,7 +68,7 @@ def runs(store, tmp_path_factory):
                 "data.max_validation_samples=16",
                 "optimizer.lr=3e-3",
             ]
-            more += ["loss.text_weight_clip=2", "logging.plot=false"]
+            more += ["loss.text_weight_clip=2", "logging.plot=false", "logging.eval_samples=0"]
             assert main(["--config-name", name, *words(store, name, *more)]) == 0
             assert (
                 command(

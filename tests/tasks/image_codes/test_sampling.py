@@ -52,6 +52,7 @@ def runs(stores, tmp_path_factory):
             f"logging.run_name={name}",
             "training.num_train_steps=2",
             "logging.plot=false",
+            "logging.eval_samples=0",
             "logging.eval_freq=2",
         ]
         train(check_run(load_config("tiny", None, words), 1))
