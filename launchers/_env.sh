@@ -5,9 +5,11 @@
 #   MMLDLM_VENV     folder of the environment (default: .venv of this checkout)
 #   MMLDLM_VENV_TAKE   1: set up an environment again that belongs to another checkout
 #   MMLDLM_PYTHON   Python of a new environment (default: the first Python >= 3.11 in PATH)
+#   MMLDLM_CONSTRAINTS  file of the versions to install (default: constraints.txt; tests/versions.sh)
 
 MMLDLM_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 MMLDLM_PACKAGE=$MMLDLM_ROOT/mmldlm
+: "${MMLDLM_CONSTRAINTS:=$MMLDLM_ROOT/constraints.txt}"
 
 # Usage: mmldlm_fail WHAT FIX   (status 2: bad input)
 mmldlm_fail() {
@@ -58,19 +60,19 @@ mmldlm_need_venv_module() {
 # paths of checkout and environment (an environment cannot be moved).
 mmldlm_stamp() {
     local python=$1 venv=$2
-    "$python" - "$MMLDLM_ROOT" "$venv" <<'PY'
+    "$python" - "$MMLDLM_ROOT" "$venv" "$MMLDLM_CONSTRAINTS" <<'PY'
 import hashlib, pathlib, sys
-root = pathlib.Path(sys.argv[1])
+root, constraints = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[3])
 # The settings of tools, which come last, are no reason for a new installation.
 package = (root / "pyproject.toml").read_bytes().partition(b"\n[tool.")[0]
-parts = [package, (root / "constraints.txt").read_bytes()]
+parts = [package, constraints.read_bytes()]
 parts += [sys.version.encode(), sys.argv[1].encode(), sys.argv[2].encode()]
 print(hashlib.sha256(b"\0".join(parts)).hexdigest())
 PY
 }
 
 mmldlm_pip() {
-    if ! "$PYTHON" -m pip --disable-pip-version-check install -c "$MMLDLM_ROOT/constraints.txt" "$@" >>"$MMLDLM_LOG" 2>&1; then
+    if ! "$PYTHON" -m pip --disable-pip-version-check install -c "$MMLDLM_CONSTRAINTS" "$@" >>"$MMLDLM_LOG" 2>&1; then
         tail -n 20 "$MMLDLM_LOG" >&2
         mmldlm_fail "the installation failed (complete output: setup.log in the virtual environment)" \
             "fix the cause named above; the same command then continues where it stopped"
