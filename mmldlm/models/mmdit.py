@@ -47,10 +47,10 @@ from mmldlm.models.layers import (
     TimestepEmbedding,
     apply_null_condition,
     cache_tensor,
-    product_dtype,
     embed_ids,
     has_no_hooks,
     modulate,
+    product_dtype,
     random_parameter,
 )
 from mmldlm.models.mmdit_config import ModelConfig, recomputed_blocks

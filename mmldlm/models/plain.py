@@ -24,10 +24,10 @@ from mmldlm.models.layers import (
     Modulation,
     TimestepEmbedding,
     apply_null_condition,
-    product_dtype,
     embed_ids,
     embedding,
     modulate,
+    product_dtype,
     random_parameter,
 )
 from mmldlm.models.mmdit_config import recomputed_blocks
