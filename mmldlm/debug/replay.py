@@ -451,7 +451,8 @@ def explain_clean(
         return (
             f"nothing found with these weights, which are {older} those of the step. The weights"
             f" themselves may be the cause: `mmldlm replay {run_dir} {skipped['step']} --exact`"
-            " first trains up to the step on this process (the micro-batches of all ranks in sequence)"
+            " first trains up to the step on this process (the micro-batches of all ranks in"
+            " sequence)"
         )
     ranks = (
         ", ".join(sorted({f"rank {entry['rank']} on {entry['host']}" for entry in bad}))
