@@ -11,15 +11,15 @@ The order of reads, here and in to_checkpoint:
    `.metadata`, the keys of a state dict), without the prefixes of torch's wrappers. Tensors are
    read here only where no name is recorded: ZeRO-0's masters, and weights that were saved twice,
    are recognized by their values.
-3. Plan: what is written under which name and dtype. Links that leave the source, a
-   model_config.json that does not fit, an OUT that exists and a full disk are errors before a
-   byte is written.
+3. Plan: what is written under which name and dtype. Links that leave the source, names and shapes
+   that are not the manifest's (an older checkpoint: not those of model_config.json), an OUT that
+   exists and a full disk are errors before a byte is written.
 4. Tensors: one sequential pass in the order of the files. Each chunk is checked for NaN, infinity
    and, where ZeRO keeps a low-precision copy, against that copy; it is cast and written. At the
    end the rest of every record that was read is read too, and all CRCs are compared.
-5. Small files: config, tokenizer, what else the manifest lists beside the engine's files, and the
-   model card.
-6. Comparison: every element of the source is in the output, or was left out by `only`.
+5. Small files: config, tokenizer, what turns latents into pixels, and the model card.
+6. Comparison: every name of the source is in the output with as many elements, or was left out by
+   `only`; `verify` reads the bytes again.
 """
 
 from __future__ import annotations

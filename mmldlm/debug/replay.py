@@ -73,22 +73,22 @@ def replay_skipped_step(
     Raises:
         UserError: unknown run or event, or data that differs from what the run read.
     """
-    case = load_skipped_step(run_dir, event)
-    print(f"step {case['step']} was skipped: {case['reason']}")
-    dtypes = list(dict.fromkeys(dtypes or [case["dtype"], "bf16", "fp32"]))
-    replay = Replay(run_dir, case, checkpoint, exact)
+    skipped = load_skipped_step(run_dir, event)
+    print(f"step {skipped['step']} was skipped: {skipped['reason']}")
+    dtypes = list(dict.fromkeys(dtypes or [skipped["dtype"], "bf16", "fp32"]))
+    replay = Replay(run_dir, skipped, checkpoint, exact)
     report = _run_dtypes(replay, dtypes, max_samples)
     if is_clean(report) and replay.num_micro_batches_before <= MAX_AUTOMATIC_MICRO_BATCHES:
         print(
             f"nothing found with older weights: retraining {replay.num_steps_before} step(s), as"
             " --exact does"
         )
-        replay = Replay(run_dir, case, None, True)
+        replay = Replay(run_dir, skipped, None, True)
         report = _run_dtypes(replay, dtypes, max_samples)
     if is_clean(report):
         age = replay.num_steps_before
         advice = explain_clean(
-            run_dir, case, replay.is_exact, age, bad_micro_batches(case["micro_batches"])
+            run_dir, skipped, replay.is_exact, age, bad_micro_batches(skipped["micro_batches"])
         )
         print(for_screen(advice, sys.stdout))
     return report
@@ -96,14 +96,14 @@ def replay_skipped_step(
 
 def _run_dtypes(replay: Replay, dtypes: Sequence[str], max_samples: int) -> dict:
     """Run the micro-batches of the step in every dtype; return the report."""
-    case = replay.case
+    skipped = replay.skipped
     print(f"weights  {replay.weights}")
-    entries = bad_micro_batches(case["micro_batches"]) or case["micro_batches"]
-    subset = "with a bad loss" if len(entries) < len(case["micro_batches"]) else "of the step"
-    print(f"running  {len(entries)} micro-batch(es) {subset}, of {len(case['micro_batches'])}")
+    entries = bad_micro_batches(skipped["micro_batches"]) or skipped["micro_batches"]
+    subset = "with a bad loss" if len(entries) < len(skipped["micro_batches"]) else "of the step"
+    print(f"running  {len(entries)} micro-batch(es) {subset}, of {len(skipped['micro_batches'])}")
     report = {
-        "step": case["step"],
-        "reason": case["reason"],
+        "step": skipped["step"],
+        "reason": skipped["reason"],
         "weights": replay.weights,
         "dtypes": {},
     }
@@ -121,17 +121,17 @@ class Replay:
         num_steps_before: Training steps between these weights and the step; None if unknown.
     """
 
-    def __init__(self, run_dir: Path, case: dict, checkpoint: str | None, exact: bool):
-        self.case, self.run_dir = case, run_dir
-        self.config = build_config(with_new_names(case["config"]))
+    def __init__(self, run_dir: Path, skipped: dict, checkpoint: str | None, exact: bool):
+        self.skipped, self.run_dir = skipped, run_dir
+        self.config = build_config(with_new_names(skipped["config"]))
         self.task = find_task(self.config.task)
         self.data = open_run_data(self.config)
         self.config = self.data.config
         self.device = pick_device(0)
-        self.plan = self.data.training_plan(case["global_batch"])
+        self.plan = self.data.training_plan(skipped["global_batch"])
         self.collator = self.task.collator(self.data)
         self.objective = self.task.objective(self.config)
-        self.batch = self.plan.batch(case["step"] - 1)
+        self.batch = self.plan.batch(skipped["step"] - 1)
         self._check_samples()
         self.num_steps_before: int | None = None
         self.model = self.task.build_model(self.data)
@@ -140,19 +140,19 @@ class Replay:
         self.weights, self.is_exact = self._load_weights(checkpoint, exact)
 
     def _check_samples(self) -> None:
-        for entry in self.case["micro_batches"]:
+        for entry in self.skipped["micro_batches"]:
             ids, _ = self.batch.samples_at(self._slots_of(entry))
             if ids.tolist() != entry["ids"]:
                 raise UserError(
-                    f"the samples of step {self.case['step']} as the run read them",
+                    f"the samples of step {self.skipped['step']} as the run read them",
                     f"other samples in {self.data.source}",
                     "restore the data that the run was trained on",
                 )
 
     def _slots_of(self, entry: dict) -> np.ndarray:
-        case = self.case
+        skipped = self.skipped
         return self.plan.slots(
-            self.batch, case["world_size"], case["accum"], entry["rank"], entry["micro"]
+            self.batch, skipped["world_size"], skipped["accum"], entry["rank"], entry["micro"]
         )
 
     # -- weights
@@ -162,7 +162,7 @@ class Replay:
         """Load the weights nearest to the step; return (description, whether they are exact)."""
         # A skipped step does not change the weights, so a checkpoint of the step itself is exact,
         # too.
-        before, after = self.case["step"] - 1, self.case["step"]
+        before, after = self.skipped["step"] - 1, self.skipped["step"]
         if checkpoint is not None:
             init_weights(self.model, checkpoint)
             return checkpoint, False
@@ -204,26 +204,26 @@ class Replay:
         """
         if self.is_exact or self.num_steps_before is None:
             return math.inf
-        return self.num_steps_before * self.case["world_size"] * self.case["accum"]
+        return self.num_steps_before * self.skipped["world_size"] * self.skipped["accum"]
 
     def _retrain(self, path: Path | None, start: int, end: int) -> None:
         """Repeat steps start .. end - 1 with the micro-batches of all ranks in sequence (losses
         equal to rounding).
         """
-        case, config = self.case, copy.deepcopy(self.config)
+        skipped, config = self.skipped, copy.deepcopy(self.config)
         if path is None and config.training.init_from is not None:
             init_weights(self.model, config.training.init_from)
-        num_micro_batches = case["world_size"] * case["accum"]
+        num_micro_batches = skipped["world_size"] * skipped["accum"]
         config.training.grad_accum_steps = num_micro_batches
         engine = SingleEngine(self.model, config, self.parameters)
         saved = {} if path is None else read_training_state(path)
         state = TrainingState(
-            case["global_batch"],
+            skipped["global_batch"],
             len(self.data.train_lengths),
             step=start,
             applied_steps=saved.get("applied_steps", 0),
-            lr_scale=case["lr_scale"],
-            passed_over=[list(steps) for steps in case["passed_over"]],
+            lr_scale=skipped["lr_scale"],
+            passed_over=[list(steps) for steps in skipped["passed_over"]],
         )
         if path is not None:
             with open_training_state(path / ENGINE_FOLDER) as reader:
@@ -248,7 +248,7 @@ class Replay:
         )
         while state.step < end:
             if state.is_excluded():
-                state.skip_batch(case["global_batch"])
+                state.skip_batch(skipped["global_batch"])
                 continue
             first = state.step * num_micro_batches
             train_step(context, [micro_batches[first + i] for i in range(num_micro_batches)])
@@ -263,7 +263,7 @@ class Replay:
         return the findings.
         """
         model, module = self._cast_model(dtype)
-        self._loss_scale = self.case["loss_scale"] if dtype == "fp16" else 1.0
+        self._loss_scale = self.skipped["loss_scale"] if dtype == "fp16" else 1.0
         bad_weights = nonfinite_weights(model)
         findings = {
             "clean": not bad_weights,
@@ -289,7 +289,7 @@ class Replay:
                     f"{dtype}     rank {entry['rank']} micro-batch {entry['micro']}:"
                     f" {result.summary()}"
                 )
-            if not result.is_clean or self.case["reason"].startswith("spike"):
+            if not result.is_clean or self.skipped["reason"].startswith("spike"):
                 for slot in slots[slots < len(self.batch.ids)][:num_left]:
                     record["samples"].append(
                         self.forward_backward(model, module, np.array([slot])).to_json()
@@ -438,7 +438,7 @@ def print_samples(samples: list[dict]) -> None:
 
 
 def explain_clean(
-    run_dir: Path, case: dict, is_exact: bool, age: int | None, bad: list[dict]
+    run_dir: Path, skipped: dict, is_exact: bool, age: int | None, bad: list[dict]
 ) -> str:
     """Advice for a replay that found nothing.
 
@@ -450,8 +450,9 @@ def explain_clean(
         older = f"{age} step(s) older than" if age else "not"
         return (
             f"nothing found with these weights, which are {older} those of the step. The weights"
-            f" themselves may be the cause: `mmldlm replay {run_dir} {case['step']} --exact` first"
-            " trains up to the step on this process (the micro-batches of all ranks in sequence)"
+            f" themselves may be the cause: `mmldlm replay {run_dir} {skipped['step']} --exact`"
+            " first trains up to the step on this process (the micro-batches of all ranks in"
+            " sequence)"
         )
     ranks = (
         ", ".join(sorted({f"rank {entry['rank']} on {entry['host']}" for entry in bad}))

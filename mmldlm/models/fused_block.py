@@ -7,7 +7,7 @@ is cheap to recompute, so only results of matrix products are saved. The rows of
 one tensor (packing.py), so every elementwise operation runs once, and the product with the
 streams' weights is one grouped product on a CPU.
 
-Rows keep their dtype (fp32 under autocast); matrix products run in `compute_dtype`. Tests compare
+Rows keep their dtype (fp32 under autocast); matrix products run in `product_dtype`. Tests compare
 values and gradients with the block layer by layer and with plain padded PyTorch
 (tests/models/reference_mmdit.py), in fp64.
 """

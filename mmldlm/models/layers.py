@@ -33,7 +33,7 @@ def random_parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(values if values.is_meta else torch.randn(shape) * 0.02)
 
 
-def compute_dtype(tensor: Tensor) -> torch.dtype:
+def product_dtype(tensor: Tensor) -> torch.dtype:
     """The dtype of matrix products with this tensor: autocast's where it is on, else the
     tensor's.
     """

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mmldlm.models.layers import compute_dtype, without_autocast
+from mmldlm.models.layers import product_dtype, without_autocast
 
 # Logits that exist at once: a GPU wants large products, on a CPU they are as fast in small ones
 # (fp32 elements; of low precision twice as many).
@@ -98,7 +98,7 @@ class _ChunkedHead:
         chunk_rows,
         needs,
     ):
-        low = compute_dtype(hidden)
+        low = product_dtype(hidden)
         exact = torch.float64 if low == torch.float64 else torch.float32
         num_rows, device = len(hidden), hidden.device
         self.vocab_size = len(weight)
@@ -306,7 +306,7 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     # Autograd takes no `out`.
     if torch.is_grad_enabled():
         return torch.addmm(bias, hidden, weight.t())
-    low = compute_dtype(hidden)
+    low = product_dtype(hidden)
     logits = hidden.new_empty(len(hidden), _aligned(len(weight)), dtype=low)[:, : len(weight)]
     return torch.addmm(bias.to(low), hidden.to(low), weight.t().to(low), out=logits)
 
@@ -344,7 +344,7 @@ def linear_cross_entropy(
         targets, excluded_token_id = candidates.columns, None
     if chunk_rows is None:
         chunk_rows = rows_of_a_chunk(
-            weight.shape[0], hidden.device.type, compute_dtype(hidden).itemsize
+            weight.shape[0], hidden.device.type, product_dtype(hidden).itemsize
         )
     # Inside a Function's forward grad mode is always off, so it is passed on from here.
     wants_grads = torch.is_grad_enabled()

@@ -47,10 +47,10 @@ from mmldlm.models.layers import (
     TimestepEmbedding,
     apply_null_condition,
     cache_tensor,
-    compute_dtype,
     embed_ids,
     has_no_hooks,
     modulate,
+    product_dtype,
     random_parameter,
 )
 from mmldlm.models.mmdit_config import ModelConfig, recomputed_blocks
@@ -283,7 +283,7 @@ class MMDiTBlock(nn.Module):
             None if self.qk_norm is None else self.qk_norm.weight,
             self.to_out.weight, self.mlp_in.weight, self.mlp_out.weight,
         )  # fmt: skip
-        low = compute_dtype(weights.qkv)
+        low = product_dtype(weights.qkv)
         call = BlockCall(packing, outputs, self.n_heads, dropout, low)
         # Decided here, because inside a Function the grad mode is always off.
         saves = torch.is_grad_enabled() and not recompute
@@ -546,7 +546,7 @@ class MultimodalMMDiT(BaseTransformer):
             None if grid is None else (grid[0], grid[1], chunks),
         )
         # The dtype of an activation: under ZeRO-3, reading a weight gathers it.
-        low = compute_dtype(latent_tokens)
+        low = product_dtype(latent_tokens)
         ragged = ragged_kind(positions, shape, low, self._blocks_are_compiled)
         packing = pack(positions, keys, shape, ragged)
         if self._blocks_are_compiled:

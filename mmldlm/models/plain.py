@@ -24,10 +24,10 @@ from mmldlm.models.layers import (
     Modulation,
     TimestepEmbedding,
     apply_null_condition,
-    compute_dtype,
     embed_ids,
     embedding,
     modulate,
+    product_dtype,
     random_parameter,
 )
 from mmldlm.models.mmdit_config import recomputed_blocks
@@ -491,7 +491,7 @@ class PlainTransformer(BaseTransformer):
         packed, mask = self._packed_positions(text, leaves_padding=scored is not None)
         rows = self._text_rows(tokens, packed)
         prefix = encoded.tokens if self.config.conditioning == "prefix" else None
-        layout = self._lay_out(packed, mask, tokens, prefix, compute_dtype(rows))
+        layout = self._lay_out(packed, mask, tokens, prefix, product_dtype(rows))
         if prefix is not None and layout.order is not None:
             both = torch.cat([prefix.flatten(0, 1).to(rows.dtype), rows])
             rows = both.index_select(0, layout.order)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from mmldlm.models.layers import compute_dtype
+from mmldlm.models.layers import product_dtype
 from mmldlm.models.linear_cross_entropy import (
     Candidates,
     linear_cross_entropy,
@@ -90,7 +90,7 @@ def score_tokens(
     if query.function is None:
         return TokenScores(logits=logits_of(rows))
     function, parts = query.function, []
-    size = rows_of_a_chunk(len(bias), rows.device.type, compute_dtype(rows).itemsize)
+    size = rows_of_a_chunk(len(bias), rows.device.type, product_dtype(rows).itemsize)
     for first in range(0, max(len(rows), 1), size):
         which = slice(first, min(first + size, len(rows)))
         # The backward pass computes a chunk's logits again.

@@ -1,8 +1,9 @@
 """Agent of the preflight on every node: probes with time limits, and its part in joint tests.
 
-A probe returns JSON values without an evaluation, and undoes its changes; it is defined next to
-the checks that read it. The agent exits at the end of its input, so that a dead head leaves no
-process behind. It imports neither torch nor pydantic, so that it starts in a fraction of a second.
+A probe returns JSON values without an evaluation, and undoes its changes; but for `environment`
+it is defined next to the checks that read it. The agent exits at the end of its input, so that a
+dead head leaves no process behind. It imports neither torch nor pydantic, so that it starts in a
+fraction of a second.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Samplers of texts by name, and the settings of each, without torch.
 
-A settings class declares what its sampler reads: type, default, bounds and help. An option reaches
-`mmldlm sample`, settings.json and a call from Python by a line in `inference/options.py`, and
-`mmldlm evaluate` by one in `evaluation/settings.py`; the error for a sampler that does not read it
-follows.
+A settings class declares what its sampler reads: type, default, bounds and help. A new option of
+a sampler is a field here, its use in `strategies.py`, and a line in `inference/options.py`, by
+which it reaches `mmldlm sample`, settings.json and a call from Python; with a line in
+`evaluation/settings.py` `mmldlm evaluate` takes it, too. The errors for samplers and methods that
+do not read it follow.
 """
 
 from __future__ import annotations

@@ -129,8 +129,8 @@ class TextStrategy(ABC):
 
     @abstractmethod
     def choose(self, positions: Tensor, logits: Tensor) -> Tensor:
-        """Return the indices into `positions` that this pass fills: [N] int64, at least one for
-        each of their texts.
+        """Return the indices into `positions` that this pass fills: [N] int64, at least one of
+        each text, or in all where the texts share a schedule.
 
         Args:
             positions: Result of `positions()`. [M]

@@ -72,7 +72,7 @@ class Guard:
             )
         if not math.isfinite(loss):
             return StepDecision(False, f"non-finite loss ({nonfinite_word(loss)})")
-        # DeepSpeed returns -1 for a non-finite norm.
+        # Engines return inf or NaN; a negative one, DeepSpeed's mark of both, is no norm either.
         if not math.isfinite(grad_norm) or grad_norm < 0:
             if self.loss_scale.can_decrease:
                 scale = self.loss_scale.value

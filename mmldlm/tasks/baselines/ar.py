@@ -54,7 +54,7 @@ class ArCollator(TextCollator):
         super().__init__(data, condition_dropout, seed)
         self.candidates = candidates
 
-    def noise(self, texts: PaddedTexts) -> dict[str, Any]:
+    def text_fields(self, texts: PaddedTexts) -> dict[str, Any]:
         positions = (texts.attention & texts.real[:, None]).flatten().nonzero()[:, 0]
         return {
             "text_tokens": texts.tokens,

@@ -76,7 +76,7 @@ class NoisingCollator(TextCollator):
         super().__init__(data, condition_dropout, seed)
         self.process, self.training_weights = process, training_weights
 
-    def noise(self, texts: PaddedTexts) -> dict[str, Any]:
+    def text_fields(self, texts: PaddedTexts) -> dict[str, Any]:
         t, density = arcsine(texts.strata)
         noised, scored = self.process.corrupt(texts.tokens, t, texts.uniform, texts.attention)
         positions = (scored & texts.real[:, None]).flatten().nonzero()[:, 0]

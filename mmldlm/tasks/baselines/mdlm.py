@@ -39,7 +39,7 @@ class MaskingCollator(TextCollator):
         self.text: TextDiffusionConfig = data.config.text_diffusion
         self.process = MaskedDiffusion(self.model.mask_token_id, self.text.schedule, self.text.eps)
 
-    def noise(self, texts: PaddedTexts) -> dict[str, Any]:
+    def text_fields(self, texts: PaddedTexts) -> dict[str, Any]:
         strata = texts.strata if self.text.timesteps == "low_discrepancy" else texts.own
         noised, masked, timesteps, weights = mask_texts(
             self.process, self.text, texts.tokens, strata, texts.uniform, texts.attention

@@ -1,5 +1,10 @@
 """What the baselines share: the collator, the forward pass, and the part of a task that belongs to
 the plain transformer.
+
+A baseline writes its config (`config.py`), `text_fields` of a TextCollator, an objective, and of
+its task `collator`, `objective`, `sums`, `metrics`, `samplers`, `write_texts` and `score_texts`.
+ArTask writes all of them; MdlmTask inherits the last three from MaskedTextTask; DivergenceTask has
+all but the process.
 """
 
 from __future__ import annotations
@@ -26,6 +31,7 @@ from mmldlm.models.plain import PlainTransformer
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.base import Metric, ModelSizes
 from mmldlm.tasks.baselines.config import BaselineConfig
+from mmldlm.tasks.batch_checks import store_problems
 from mmldlm.tasks.collation import GlobalCounts, RowReader, counter_generator, dropout_keys
 from mmldlm.tasks.initialization import set_first_weights
 from mmldlm.tasks.latent_data import LatentData, open_latent_data
@@ -105,7 +111,7 @@ class TextCollator(ABC):
     """Reads texts and latents of a store, checks and pads them. Draws are functions of (seed,
     epoch, sample, slot).
 
-    A task's own part is `noise`.
+    A task's own part is `text_fields`.
 
     Class attributes:
         batch_class: Class of the batches, whose fields the tensors are.
@@ -134,8 +140,10 @@ class TextCollator(ABC):
         )
 
     @abstractmethod
-    def noise(self, texts: PaddedTexts) -> dict[str, Any]:
-        """Return the fields of the batch that depend on what the task does to texts."""
+    def text_fields(self, texts: PaddedTexts) -> dict[str, Any]:
+        """Return the fields that depend on what the task does to texts: the tokens, their
+        timesteps, and the scored positions with targets and weights.
+        """
 
     def collate(
         self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
@@ -156,7 +164,7 @@ class TextCollator(ABC):
             "token_positions": attention.flatten().nonzero()[:, 0],
             "length_targets": attention.sum(1) - 1,
             "length_weights": texts.real.float(),
-            **self.noise(texts),
+            **self.text_fields(texts),
         }
         if self.condition_dropout is not None:
             raw, mean, std = map(
@@ -221,8 +229,8 @@ class TextCollator(ABC):
         # Placeholders lie past the end of the batch; any slot will do for them.
         in_batch = np.minimum(slots, batch.size - 1)
         key = batch.epoch * 1_000_003 + batch.index
-        ranks = permute(in_batch, batch.size, self.seed * 3 + 12, key)
-        return low_discrepancy(torch.from_numpy(ranks), offset, batch.size)
+        places = permute(in_batch, batch.size, self.seed * 3 + 12, key)
+        return low_discrepancy(torch.from_numpy(places), offset, batch.size)
 
 
 def _count(batch: GlobalBatch, lengths: np.ndarray) -> dict[str, int]:
@@ -454,29 +462,10 @@ class BaselineTask(TextTask):
 
         A position that is not scored may hold a noised token.
         """
-        rows, problems, eos = data.train.get(batch.ids), [], data.config.model.eos_token_id
-        mask, clean = batch.attention_mask.cpu(), batch.text_tokens.cpu().clone()
-        latents = None if batch.latents is None else batch.latents.cpu()
-        width, positions = clean.shape[1], batch.text_positions.cpu()
-        if (
-            positions.numel()
-            and not 0 <= int(positions.min()) <= int(positions.max()) < clean.numel()
-        ):
-            return [f"text_positions outside 0..{clean.numel() - 1}"]
-        clean.view(-1)[positions] = batch.text_targets.cpu()
-        for row in batch.real.nonzero()[0].tolist():
-            text = torch.tensor([*rows.tokens[row].tolist(), eos])
-            if len(text) > width or not torch.equal(mask[row], torch.arange(width) < len(text)):
-                problems.append(
-                    f"sample {batch.ids[row]}: attention_mask is not that of a text of {len(text)}"
-                    " tokens"
-                )
-            elif not torch.equal(clean[row, : len(text)], text):
-                problems.append(f"sample {batch.ids[row]}: its tokens are not the store's")
-            if latents is not None:
-                stored = torch.from_numpy(
-                    (rows.latents[row] - data.latent_mean) / data.latent_std
-                ).float()
-                if not torch.allclose(latents[row], stored, rtol=1e-4, atol=1e-4):
-                    problems.append(f"sample {batch.ids[row]}: its latent is not the store's")
-        return problems
+        return store_problems(
+            batch,
+            data.train.get(batch.ids),
+            data.config.model.eos_token_id,
+            batch.latents,
+            lambda rows: [torch.from_numpy((rows - data.latent_mean) / data.latent_std)],
+        )

@@ -55,7 +55,7 @@ class ImageTextData(TranslationData):
         """What `describe` calls the latents of an image."""
         return f"latents of {self.codec.latent_dim}"
 
-    def shifted_latents(self, latents: np.ndarray) -> list[np.ndarray]:
+    def variants(self, latents: np.ndarray) -> list[np.ndarray]:
         """Return latents [B, N, D] under every shift of data.shift_pixels; no shift: as
         they are.
         """

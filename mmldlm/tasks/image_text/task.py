@@ -13,7 +13,7 @@ from mmldlm.tasks.image_text.data import ImageTextData, open_data
 from mmldlm.tasks.image_text.noiser import ImageNoiser
 from mmldlm.tasks.image_text.objective import ImageObjective
 from mmldlm.tasks.text_task import Pretrained
-from mmldlm.tasks.translation.noiser import Noiser, TranslationBatch, batch_problems
+from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.tasks.translation.task import TranslationTask
 
@@ -105,9 +105,3 @@ class ImageTextTask(TranslationTask):
             clamp=pretrained.clamp_x0,
             **options,
         )
-
-    # -- debugging
-    # ---------------------------------------------------------------------------------------------
-
-    def check_batch(self, data: ImageTextData, batch: TranslationBatch) -> list[str]:
-        return batch_problems(data, batch, data.shifted_latents)

@@ -49,7 +49,9 @@ class TextDiffusionConfig(Section):
     per token.
     """
     timesteps: Literal["low_discrepancy", "uniform"] = "low_discrepancy"
-    """How the timesteps of one global batch are spread over (min_timestep, 1)."""
+    """How the noise levels of one global batch are spread: evenly over (0, 1], under
+    masking=bernoulli over (min_timestep, 1), or independently.
+    """
     fully_masked_only: bool = False
     """Train at t = 1 only, as MM-LDLM did in l2t; harms every sampler with more than one step."""
 

@@ -20,6 +20,10 @@ class TranslationData(LatentData):
 
     config: TranslationConfig
 
+    def variants(self, latents: np.ndarray) -> list[np.ndarray]:
+        """Return what augmentation may make of stored latents [B, ...], each like the argument."""
+        return [latents]
+
 
 def open_data(config: TranslationConfig) -> TranslationData:
     """Open both splits and fill in what they decide: latent_dim, vocab_size, token ids,

@@ -1,4 +1,4 @@
-"""Noise one rank's micro-batch of a global batch, and check it.
+"""Noise one rank's micro-batch of a global batch.
 
 Modes, timesteps, masks and noise are functions, not state.
 """
@@ -6,7 +6,6 @@ Modes, timesteps, masks and noise are functions, not state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -31,7 +30,6 @@ from mmldlm.tasks.collation import (
     noise_keys,
 )
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
-from mmldlm.tasks.translation.data import TranslationData
 from mmldlm.utils.validation import not_none
 
 UNCONDITIONAL, L2T, T2L = range(3)
@@ -239,8 +237,8 @@ class Noiser:
 
     def _modes(self, batch: GlobalBatch, slots: np.ndarray) -> np.ndarray:
         """Return the modes [B] at some slots of a global batch."""
-        ranks, offset = self._ranks(batch, slots, 0), self._offsets(batch)[0]
-        uniform = np.remainder(ranks / batch.size + offset, 1.0)
+        places, offset = self._places(batch, slots, 0), self._offsets(batch)[0]
+        uniform = np.remainder(places / batch.size + offset, 1.0)
         edges = self.mode_edges
         return np.minimum(np.searchsorted(edges, uniform * edges[-1], side="right"), 2)
 
@@ -248,8 +246,13 @@ class Noiser:
         """Return the offsets [3] of modes, text and latent timesteps in a global batch."""
         return counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random(3)
 
-    def _ranks(self, batch: GlobalBatch, slots: np.ndarray, stream: int) -> np.ndarray:
-        """Return the places [B] of some slots in one of a global batch's three permutations."""
+    def _places(self, batch: GlobalBatch, slots: np.ndarray, stream: int) -> np.ndarray:
+        """Return the places [B] of some slots in one of a global batch's three permutations, of
+        modes, text and latent timesteps.
+
+        A place divided by the batch's size, plus the batch's offset, is a slot's uniform number:
+        over the batch they are evenly spread, and in an order that depends on no other draw.
+        """
         key = batch.epoch * 1_000_003 + batch.index
         return permute(slots, batch.size, self.seed * 3 + stream + 11, key)
 
@@ -259,7 +262,7 @@ class Noiser:
         offsets = self._offsets(batch)
         text, latent = (
             low_discrepancy(
-                torch.from_numpy(self._ranks(batch, slots, stream)),
+                torch.from_numpy(self._places(batch, slots, stream)),
                 float(offsets[stream]),
                 batch.size,
             )
@@ -481,70 +484,3 @@ class Noiser:
                 strata if config.timesteps == "low_discrepancy" else own, config.min_timestep
             )
         return shift(t, config.timestep_shift)
-
-
-Variants = Callable[[np.ndarray], list[np.ndarray]]
-"""Stored latents of a batch -> what augmentation may make of them, each like the argument."""
-
-
-def batch_problems(
-    data: TranslationData, batch: TranslationBatch, variants: Variants | None = None
-) -> list[str]:
-    """Return what is wrong with a micro-batch: values out of range, or not those of the store."""
-    return [
-        *_range_problems(batch, data.config),
-        *_store_problems(batch, data, variants or (lambda latents: [latents])),
-    ]
-
-
-def _range_problems(batch: TranslationBatch, config: TranslationConfig) -> list[str]:
-    problems, vocab_size = [], not_none(config.model.vocab_size)
-    for name, ids in (("text_tokens", batch.text_tokens), ("text_targets", batch.text_targets)):
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            problems.append(
-                f"{name} holds ids {int(ids.min())}..{int(ids.max())} outside 0..{vocab_size - 1}"
-            )
-    for name in ("text_timesteps", "latent_timesteps"):
-        timesteps = getattr(batch, name)
-        if not bool(((timesteps >= 0) & (timesteps <= 1)).all()):
-            problems.append(f"{name} outside [0, 1]")
-    if not bool(batch.attention_mask.any(dim=1).all()):
-        problems.append("a text without a single token")
-    return problems
-
-
-def _store_problems(
-    batch: TranslationBatch, data: TranslationData, variants: Variants
-) -> list[str]:
-    """Rebuild the clean text and latent of every real row and compare them with the store."""
-    rows, clean = data.train.get(batch.ids), batch.text_tokens.cpu().clone()
-    attention, latents = batch.attention_mask.cpu(), batch.latent_clean.cpu().float()
-    width, positions = clean.shape[1], batch.text_positions.cpu()
-    if positions.numel() and not 0 <= int(positions.min()) <= int(positions.max()) < clean.numel():
-        return [f"text_positions outside 0..{clean.numel() - 1}"]
-    clean.view(-1)[positions] = batch.text_targets.cpu()
-    expected = [
-        _in_model_space(torch.from_numpy(variant), data) for variant in variants(rows.latents)
-    ]
-    problems = []
-    for row in batch.real.nonzero()[0].tolist():
-        text = torch.tensor([*rows.tokens[row].tolist(), data.config.model.eos_token_id])
-        real = torch.arange(width) < len(text)
-        if len(text) > width or not torch.equal(attention[row], real):
-            problems.append(
-                f"sample {batch.ids[row]}: attention_mask is not that of a text of {len(text)}"
-                " tokens"
-            )
-        elif not torch.equal(clean[row, : len(text)], text):
-            problems.append(f"sample {batch.ids[row]}: its tokens are not the store's")
-        if not any(
-            torch.allclose(latents[row], stored[row], rtol=1e-4, atol=1e-4) for stored in expected
-        ):
-            problems.append(f"sample {batch.ids[row]}: its latent is not the store's")
-    return problems
-
-
-def _in_model_space(latents: torch.Tensor, data: TranslationData) -> torch.Tensor:
-    if data.config.latent_diffusion.l2_normalize:
-        latents = torch.nn.functional.normalize(latents.float(), dim=-1)
-    return (latents - torch.as_tensor(data.latent_mean)) / torch.as_tensor(data.latent_std)

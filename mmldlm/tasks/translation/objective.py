@@ -51,7 +51,14 @@ class TranslationObjective:
          + length_loss_weight * length NLL / lengths
 
     Every denominator is counted over the GLOBAL batch, so that summing gradients over ranks and
-    micro-batches gives exactly the gradient of the whole batch.
+    micro-batches gives exactly the gradient of the whole batch; nothing is divided by the number
+    of ranks. The collator knows the counts from lengths and keyed modes, without communication
+    (`Noiser._count`), and a row that was left out still counts.
+
+    By default the text's term has the weight 1, L / k for each of a text's k masked of L tokens
+    (EOS included), over all tokens of the samples that are not t2l; the latents' term the weight
+    1, the mean error over D, over the latents of the samples that are not l2t; the length's term
+    0.1, over the samples that are not t2l.
 
     Args:
         config: Config of the run (loss weights, options, latent diffusion).

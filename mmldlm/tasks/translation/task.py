@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,12 +23,13 @@ from mmldlm.sampling.joint import sample_joint
 from mmldlm.sampling.latents import sample_latents
 from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.base import Metric, ModelSizes
+from mmldlm.tasks.batch_checks import range_problems, store_problems
 from mmldlm.tasks.collation import CandidateSampler
 from mmldlm.tasks.initialization import set_first_weights
 from mmldlm.tasks.text_task import MaskedTextTask, Pretrained
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
 from mmldlm.tasks.translation.data import TranslationData, open_data
-from mmldlm.tasks.translation.noiser import Noiser, TranslationBatch, batch_problems
+from mmldlm.tasks.translation.noiser import Noiser, TranslationBatch
 from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.tasks.translation.parameter_plan import (
     decided_freeze,
@@ -35,6 +37,7 @@ from mmldlm.tasks.translation.parameter_plan import (
     random_projection,
 )
 from mmldlm.tasks.validation import PassTotals, Validation
+from mmldlm.utils.validation import not_none
 
 
 class TranslationTask(MaskedTextTask):
@@ -362,7 +365,27 @@ class TranslationTask(MaskedTextTask):
         return (*unread, *nulls)
 
     def check_batch(self, data: TranslationData, batch: TranslationBatch) -> list[str]:
-        return batch_problems(data, batch)
+        timesteps = {
+            "text_timesteps": batch.text_timesteps,
+            "latent_timesteps": batch.latent_timesteps,
+        }
+        return [
+            *range_problems(batch, not_none(data.config.model.vocab_size), timesteps),
+            *store_problems(
+                batch,
+                data.train.get(batch.ids),
+                not_none(data.config.model.eos_token_id),
+                batch.latent_clean,
+                lambda rows: [_in_model_space(variant, data) for variant in data.variants(rows)],
+            ),
+        ]
+
+
+def _in_model_space(latents: np.ndarray, data: TranslationData) -> Tensor:
+    found = torch.from_numpy(latents)
+    if data.config.latent_diffusion.l2_normalize:
+        found = torch.nn.functional.normalize(found.float(), dim=-1)
+    return (found - torch.as_tensor(data.latent_mean)) / torch.as_tensor(data.latent_std)
 
 
 def passes_of(config: TranslationConfig) -> list[tuple[str, str, float]]:
