@@ -35,7 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="folder for the logs of all ranks (default: the run folder; of a script mmldlm_logs)",
     )
-    add("--elastic", action="store_true", help="exclude failed nodes from a retry")
+    add(
+        "--elastic",
+        action="store_true",
+        help="retry without failed nodes, and take them back when they return",
+    )
     add("--grace", type=option_types.seconds, default=120.0, metavar="S",
         help="seconds for saving a checkpoint after Ctrl-C (default %(default)s)")  # fmt: skip
     add("--heartbeat-timeout", type=option_types.seconds, metavar="S",
@@ -56,6 +60,12 @@ def main(args: argparse.Namespace) -> int:
             "--heartbeat-timeout with a script of your own behind --",
             "a run of mmldlm",
             "set engine.collective_timeout=S instead",
+        )
+    if args.elastic and args.retries == 0:
+        raise UserError(
+            "--retries N beside --elastic, which continues after a failure",
+            "no --retries",
+            "add --retries 3",
         )
     from mmldlm.launch.launcher import launch
 

@@ -11,6 +11,7 @@ from mmldlm.checkpoints.locate import find_latest_valid
 from mmldlm.checkpoints.manifest import MANIFEST
 from mmldlm.cluster.launcher_commands import TRAIN, train_arguments
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UserError
+from mmldlm.launch.elastic import ElasticNodes, ReturnWatch
 from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
 from mmldlm.launch.outcome import Outcome
 from mmldlm.launch.watcher import Watcher
@@ -20,7 +21,8 @@ from mmldlm.utils.screen import print_line
 
 
 def launch(args: argparse.Namespace) -> int:
-    """Run the preflight, then up to 1 + args.retries attempts.
+    """Run the preflight, then up to 1 + args.retries attempts; an attempt that ends so that nodes
+    can return is not counted.
 
     Returns:
         0, the worst exit code of any rank, or the code of the preflight (2 if the data cannot be
@@ -32,32 +34,61 @@ def launch(args: argparse.Namespace) -> int:
         return EXIT_USAGE if code == EXIT_FAILED and context.data_facts.get("data_error") else code
     command = [TRAIN, *train_arguments(args)] if args.script is None else list(args.script)
     run_dir = None if context.config is None else context.config.run_dir()
-    global_batch = None if context.config is None else _global_batch(context)
+    nodes = ElasticNodes(context) if args.elastic and not context.local else None
+    if nodes is not None:
+        nodes.print_plan()
     initial_checkpoint = latest_checkpoint(run_dir)
-    for attempt in range(args.retries + 1):
-        if attempt:
-            print_line(f"\nattempt {attempt + 1} of {args.retries + 1}")
+    resume, failures = [], 0
+    while True:
         log_dir = create_log_dir(_log_folder(args, run_dir))
-        outcome = Watcher(context, command, log_dir, args.grace, args.heartbeat_timeout).run()
+        overrides = [] if nodes is None else nodes.overrides()
+        outcome = _attempt(args, context, [*command, *resume, *overrides], log_dir, run_dir, nodes)
         print_outcome(outcome, log_dir, run_dir)
-        if attempt == args.retries or not _is_retryable(outcome, context):
-            break
+        if not outcome.returned:
+            if failures == args.retries or not _is_retryable(outcome, context):
+                return outcome.code
+            failures += 1
+            print_line(f"\nattempt {failures + 1} of {args.retries + 1}")
         # Only a checkpoint saved by this launch is resumed: auto would otherwise start from
         # scratch, or take a checkpoint of another run instead of the requested training.resume.
         if latest_checkpoint(run_dir) not in (None, initial_checkpoint):
-            command.append("training.resume=auto")
-        if args.elastic and outcome.failed_nodes and not context.local:
-            overrides = exclude_nodes(context, outcome.failed_nodes, global_batch)
-            if overrides is None:
-                break
-            # The last override of a key wins.
-            command += overrides
-    return outcome.code
+            resume = ["training.resume=auto"]
+        if nodes is not None and outcome.returned:
+            nodes.take_back(outcome.returned)
+        elif (
+            nodes is not None and outcome.failed_nodes and not nodes.exclude(outcome.failed_nodes)
+        ):
+            return outcome.code
 
 
-def _global_batch(context: Context) -> int:
-    training = context.config.training
-    return training.train_batch_size * training.grad_accum_steps * context.world_size
+def _attempt(
+    args: argparse.Namespace,
+    context: Context,
+    command: list[str],
+    log_dir: Path,
+    run_dir: Path | None,
+    nodes: ElasticNodes | None,
+) -> Outcome:
+    """Start the ranks and watch them to the end; meanwhile ask absent nodes whether they are
+    back. A script of the user's own does not get them back: whether it saves is unknown.
+    """
+    watcher = Watcher(context, command, log_dir, args.grace, args.heartbeat_timeout)
+    if nodes is None or not nodes.absent or run_dir is None:
+        return watcher.run()
+    saved, watch = latest_checkpoint(run_dir), ReturnWatch(context, nodes.absent_nodes(), log_dir)
+
+    def returned() -> list[str]:
+        """Names of the nodes that are back, once this attempt has saved a checkpoint: a node that
+        fails again and again must not keep the run from going on.
+        """
+        names = watch.returned()
+        return names if names and latest_checkpoint(run_dir) != saved else []
+
+    watcher.returned_nodes = returned
+    try:
+        return watcher.run()
+    finally:
+        watch.stop()
 
 
 def _is_retryable(outcome: Outcome, context: Context) -> bool:
@@ -112,6 +143,8 @@ def print_outcome(outcome: Outcome, log_dir: Path, run_dir: Path | None) -> None
     """Print why the attempt ended, last lines of the first failed rank, the latest checkpoint of a
     run of mmldlm and the log folder.
     """
+    if outcome.returned:
+        return
     if outcome.code == EXIT_DONE:
         print_line(f"done; logs of all ranks: {log_dir}", sys.stderr)
         return
@@ -127,58 +160,3 @@ def print_outcome(outcome: Outcome, log_dir: Path, run_dir: Path | None) -> None
         )
         print_line(saved, sys.stderr)
     print_line(f"logs of all ranks: {log_dir}", sys.stderr)
-
-
-def exclude_nodes(
-    context: Context, failed: list[str], global_batch: int | None
-) -> list[str] | None:
-    """Remove nodes from the run; return the overrides that keep its global batch, or None if that
-    is impossible. A script of the user's own has neither.
-    """
-    remaining = [node for node in context.nodes if node.name not in failed]
-    num_ranks = sum(node.slots for node in remaining)
-    overrides: list[str] | None = []
-    if not remaining:
-        print_line("cannot continue: no node is left", sys.stderr)
-        return None
-    if global_batch is not None:
-        overrides = _overrides_for(context, len(remaining), num_ranks, global_batch)
-    if overrides is None:
-        return None
-    print_line(f"continuing without {', '.join(failed)}: {num_ranks} rank(s)", sys.stderr)
-    old_first, context.nodes = context.names[0], remaining
-    first = remaining[0].name
-    if first != old_first:
-        # The known master address was that of another node.
-        context.master["address"] = (
-            context.data_address(first) if context.value(first, "network") else first
-        )
-    return overrides
-
-
-def _overrides_for(
-    context: Context, num_nodes: int, num_ranks: int, global_batch: int
-) -> list[str] | None:
-    """Return the overrides with which a number of ranks keeps the global batch; None if none
-    does.
-    """
-    training = context.config.training
-    if global_batch % (num_ranks * training.train_batch_size):
-        print_line(
-            f"cannot continue with {num_ranks} rank(s): the global batch of {global_batch} is not"
-            f" a multiple of {num_ranks} x training.train_batch_size={training.train_batch_size};"
-            " the sample order depends on it",
-            sys.stderr,
-        )
-        return None
-    overrides = [
-        f"training.grad_accum_steps={global_batch // (num_ranks * training.train_batch_size)}"
-    ]
-    replicas = context.config.engine.hsdp_replicas
-    if replicas > 1:
-        # One replica per node where it was so, and a number that divides the ranks. Checkpoints
-        # fit any number.
-        wanted = num_nodes if replicas == len(context.nodes) else replicas
-        fitting = max(n for n in range(1, wanted + 1) if num_ranks % n == 0)
-        overrides.append(f"engine.hsdp_replicas={fitting}")
-    return overrides

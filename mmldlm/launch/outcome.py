@@ -30,6 +30,7 @@ class Outcome:
         last_lines: Last output lines of the rank that failed first.
         failed_nodes: Nodes to exclude from an elastic retry.
         interrupted: Whether a signal to this launch ended it, so that no retry is wanted.
+        returned: Nodes for whose return the ranks were asked to save and end, and did.
     """
 
     code: int
@@ -37,6 +38,7 @@ class Outcome:
     last_lines: list[str] = field(default_factory=list)
     failed_nodes: list[str] = field(default_factory=list)
     interrupted: bool = False
+    returned: list[str] = field(default_factory=list)
 
 
 def rank_states(views: Views) -> list[dict]:

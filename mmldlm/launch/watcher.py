@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from mmldlm.cluster.env_propagation import (
     run_variables,
 )
 from mmldlm.cluster.launcher_commands import torchrun_command
-from mmldlm.errors import EXIT_DONE, EXIT_FAILED
+from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from mmldlm.launch import rank_wrapper
 from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
 from mmldlm.launch.outcome import (
@@ -70,6 +71,10 @@ class Watcher:
             the hostfile.
         grace: Seconds for saving a checkpoint after an interrupt.
         heartbeat_timeout: Seconds without `mmldlm.heartbeat` after which a rank counts as hung.
+
+    Attributes:
+        returned_nodes: Asked once a second for absent nodes that the ranks should end for, after
+            a checkpoint; by default there are none.
     """
 
     def __init__(
@@ -87,6 +92,8 @@ class Watcher:
         self.pool = AgentPool([self._agent(name) for name in context.names])
         self.process: subprocess.Popen | None = None
         self.interrupts = 0
+        self.returned_nodes: Callable[[], list[str]] = list
+        self._returned: list[str] = []
         self._follower: threading.Thread | None = None
         self._finished = threading.Event()
         self._started_nodes: set[str] = set()
@@ -121,6 +128,8 @@ class Watcher:
                 self._start()
             outcome = refused or self._watch()
             outcome.interrupted = self.interrupts > 0
+            if outcome.code == EXIT_INTERRUPTED and not outcome.interrupted:
+                outcome.returned = self._returned
             return outcome
         finally:
             self._stop_all(STOP_GRACE)
@@ -247,7 +256,7 @@ class Watcher:
     def _watch(self) -> Outcome:
         start_time = time.monotonic()
         handled_interrupts = 0
-        interrupt_time = None
+        signal_time = None
         while True:
             poll_time = time.monotonic()
 
@@ -261,17 +270,21 @@ class Watcher:
                 if handled_interrupts > 1:
                     return Outcome(EXIT_FAILED, "interrupted twice: stopped immediately")
                 print_line(f"interrupted: the ranks {self._at_signal} (again: stop immediately)")
-                interrupt_time = time.monotonic()
+            elif signal_time is None and (returned := self.returned_nodes()):
+                self._returned = returned
+                print_line(f"{', '.join(returned)} can train again: the ranks {self._at_signal}")
+            if signal_time is None and (self.interrupts or self._returned):
+                signal_time = time.monotonic()
                 self.pool.call(
                     "signal_ranks", {"launch": self.launch_id, "signal": "SIGTERM"}, timeout=10
                 )
             outcome = self.evaluate(views, launcher_ended, time.monotonic() - start_time)
             if outcome is not None:
                 return outcome
-            if interrupt_time is not None and time.monotonic() - interrupt_time > self.grace:
+            if signal_time is not None and time.monotonic() - signal_time > self.grace:
                 return Outcome(
                     EXIT_FAILED,
-                    f"the ranks did not exit within {self.grace:.0f} s of the interrupt",
+                    f"the ranks did not exit within {self.grace:.0f} s of the signal",
                 )
             time.sleep(max(POLL_SECONDS - (time.monotonic() - poll_time), 0))
 
@@ -389,7 +402,8 @@ class Watcher:
             time.sleep(0.3)
         offsets = {name: offset for name, (offset, _) in self.context.clocks.items()}
         is_script = self.context.script is not None
-        return failed_rank_outcome(views, offsets, self.interrupts > 0, is_script)
+        signalled = self.interrupts > 0 or bool(self._returned)
+        return failed_rank_outcome(views, offsets, signalled, is_script)
 
     def _stop_all(self, grace: float) -> None:
         """Stop the run on every reachable node, and the launcher on this machine."""

@@ -1,6 +1,4 @@
-"""`mmldlm launch` on this machine alone: real ranks, no ssh; and the arithmetic of a retry with
-fewer nodes.
-"""
+"""`mmldlm launch` on this machine alone: real ranks, no ssh."""
 
 from __future__ import annotations
 
@@ -16,14 +14,11 @@ from pathlib import Path
 import pytest
 
 from mmldlm.checkpoints import commit
-from mmldlm.cluster.hostfile import Node
 from mmldlm.launch import launcher
-from mmldlm.launch.launcher import exclude_nodes
 from mmldlm.launch.outcome import Outcome
-from mmldlm.launch.watcher import launcher_start
-from mmldlm.preflight.context import Context
 from mmldlm.tasks.registry import load_config
 from tests.support.helpers import LONG, ROOT
+from tests.support.preflight_context import three_nodes
 
 SECRET = b"cannot-be-read-in-the-run"
 
@@ -129,71 +124,6 @@ def test_a_missing_store_is_bad_input_and_nothing_starts(tmp_path):
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2 and "DATA001" in output
     assert not (tmp_path / "run" / "logs").exists()
-
-
-def three_nodes(tmp_path, slots):
-    config = load_config(
-        "tiny",
-        None,
-        [
-            f"logging.save_dir={tmp_path}",
-            "training.train_batch_size=4",
-            "training.grad_accum_steps=2",
-        ],
-    )
-    (config.run_dir() / "logs").mkdir(parents=True)
-    nodes = [Node(name, count) for name, count in zip("abc", slots, strict=True)]
-    options = argparse.Namespace(
-        hostfile="h",
-        master_addr=None,
-        master_port=1,
-        ssh_port=None,
-        launcher="deepspeed",
-        script=None,
-    )
-    return Context(options, nodes, config=config)
-
-
-def test_fewer_nodes_keep_the_global_batch(tmp_path):
-    context = three_nodes(tmp_path, (2, 2, 2))
-    assert exclude_nodes(context, ["c"], 48) == ["training.grad_accum_steps=3"]
-    assert context.names == ["a", "b"] and context.master_address() == "a"
-    launcher_start(context, tmp_path, ["rank.py"], {})
-    assert (tmp_path / "hostfile").read_text() == "a slots=2\nb slots=2\n"
-    # Another one is lost later: it is still the batch that the run began with; and another node is
-    # the first.
-    assert exclude_nodes(context, ["a"], 48) == ["training.grad_accum_steps=6"]
-    assert context.names == ["b"] and context.master_address() == "b"
-
-
-def test_fewer_nodes_have_fewer_hsdp_replicas(tmp_path):
-    """public-reports C 11 elastic-hsdp: one replica per node stays so; else a number that divides
-    the ranks.
-    """
-    context = three_nodes(tmp_path, (2, 2, 2))
-    context.config.engine.hsdp_replicas = 3
-    assert exclude_nodes(context, ["c"], 48) == [
-        "training.grad_accum_steps=3",
-        "engine.hsdp_replicas=2",
-    ]
-    assert exclude_nodes(context, ["a"], 48) == [
-        "training.grad_accum_steps=6",
-        "engine.hsdp_replicas=2",
-    ]
-    other = tmp_path / "other"
-    other.mkdir()
-    context = three_nodes(other, (1, 1, 1))
-    context.config.engine.hsdp_replicas = 3
-    assert exclude_nodes(context, ["a", "b"], 24) == [
-        "training.grad_accum_steps=6",
-        "engine.hsdp_replicas=1",
-    ]
-
-
-@pytest.mark.parametrize(("slots", "bad"), [((5, 1, 1), ["b", "c"]), ((1, 1, 1), ["a", "b", "c"])])
-def test_a_batch_that_cannot_be_kept_ends_the_run(tmp_path, slots, bad, capsys):
-    assert exclude_nodes(three_nodes(tmp_path, slots), bad, 8 * sum(slots)) is None
-    assert "cannot continue" in capsys.readouterr().err
 
 
 def replace_parts(context, monkeypatch, watcher):

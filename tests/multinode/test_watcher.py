@@ -4,7 +4,6 @@ left behind.
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -148,24 +147,6 @@ def test_a_broken_session_is_reopened_and_an_interrupt_saves(cluster, store, tmp
     assert process.returncode == 5, output[-3000:]
     assert list((tmp_path / "runs" / "run" / "checkpoints").glob("step_*/manifest.json"))
     assert ranks_on(cluster["n1"]) == ranks_on(cluster["n2"]) == []
-
-
-@LONG
-def test_an_elastic_retry_continues_without_the_lost_host(cluster, store, tmp_path):
-    words = ["--retries", "1", "--elastic", "training.num_train_steps=30", "logging.save_freq=5"]
-    process = start(cluster, store, tmp_path, *words, "logging.eval_freq=1000")
-    run = tmp_path / "runs" / "run"
-    wait_for(lambda: list(run.glob("checkpoints/step_*5/manifest.json")) != [], process)
-    with cluster.cable_pulled(cluster["n2"]):
-        output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output[-4000:]
-    assert "n2 is lost" in output and "continuing without n2: 1 rank(s)" in output
-    steps = [
-        json.loads(line)["step"] for line in (run / "training_log.jsonl").read_text().splitlines()
-    ]
-    assert steps == list(range(1, 31))
-    manifest = json.loads((run / "latest" / "manifest.json").read_text())
-    assert manifest["world_size"] == 1
 
 
 @LONG

@@ -8,6 +8,7 @@ import contextlib
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from pathlib import Path
 from tests.support.virtual_cluster import ROOT, VirtualCluster, end
 
 PYTHON = sys.executable
-NODES = "n1 slots=1\nn2 slots=1\n"
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,14 @@ def start(
     host: str = "n1",
     env: dict[str, str] | None = None,
     prefix: tuple[str, ...] = (),
+    hosts: int = 2,
 ) -> subprocess.Popen:
-    """`mmldlm launch` for n1 and n2; `prefix` wraps the command, so that it inherits what that
+    """`mmldlm launch` for n1, n2, ...; `prefix` wraps the command, so that it inherits what that
     sets.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "hostfile").write_text(NODES)
+    nodes = "".join(f"n{number} slots=1\n" for number in range(1, hosts + 1))
+    (folder / "hostfile").write_text(nodes)
     command = [
         PYTHON,
         "-m",
@@ -150,6 +152,19 @@ def start(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )
+
+
+class Screen:
+    """What a launch prints, read while it runs."""
+
+    def __init__(self, process: subprocess.Popen):
+        self.text = ""
+        self._process = process
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            self.text += line
 
 
 def wait_for(

@@ -8,6 +8,7 @@ from mmldlm.cluster.hostfile import Node
 from mmldlm.preflight.check import Result, run_check
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.runner import all_checks
+from mmldlm.tasks.registry import load_config
 
 CHECKS = {found.id: found for found in all_checks()}
 GIB = 1 << 30
@@ -31,6 +32,30 @@ def make_context(nodes=("a", "b", "c"), launcher="deepspeed", slots=1, **facts) 
             own = value[name] if isinstance(value, dict) and set(value) == set(nodes) else value
             context.facts.setdefault(name, {})[probe] = {"value": own}
     return context
+
+
+def three_nodes(tmp_path, slots):
+    """Nodes a, b, c and a run with a config: 4 samples a pass and rank, 2 passes."""
+    config = load_config(
+        "tiny",
+        None,
+        [
+            f"logging.save_dir={tmp_path}",
+            "training.train_batch_size=4",
+            "training.grad_accum_steps=2",
+        ],
+    )
+    (config.run_dir() / "logs").mkdir(parents=True)
+    nodes = [Node(name, count) for name, count in zip("abc", slots, strict=True)]
+    options = argparse.Namespace(
+        hostfile="h",
+        master_addr=None,
+        master_port=1,
+        ssh_port=None,
+        launcher="deepspeed",
+        script=None,
+    )
+    return Context(options, nodes, config=config)
 
 
 def run(id: str, context: Context) -> dict[str, Result]:

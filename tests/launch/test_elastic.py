@@ -1,0 +1,100 @@
+"""Which nodes of an elastic launch train, and with which overrides. tests/multinode plays it on
+real hosts.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from mmldlm.cluster.hostfile import Node
+from mmldlm.commands.launch import main
+from mmldlm.errors import UserError
+from mmldlm.launch.elastic import RETURN_CHECKS, ElasticNodes
+from mmldlm.launch.watcher import launcher_start
+from mmldlm.preflight.runner import all_checks
+from tests.support.preflight_context import three_nodes
+
+
+def test_fewer_nodes_keep_the_global_batch(tmp_path):
+    context = three_nodes(tmp_path, (2, 2, 2))
+    nodes = ElasticNodes(context)
+    assert nodes.overrides() == []
+    assert nodes.exclude(["c"]) and nodes.overrides() == ["training.grad_accum_steps=3"]
+    assert context.names == ["a", "b"] and context.master_address() == "a"
+    launcher_start(context, tmp_path, ["rank.py"], {})
+    assert (tmp_path / "hostfile").read_text() == "a slots=2\nb slots=2\n"
+    # Another one is lost later: it is still the batch that the run began with; and another node is
+    # the first.
+    assert nodes.exclude(["a"]) and nodes.overrides() == ["training.grad_accum_steps=6"]
+    assert context.names == ["b"] and context.master_address() == "b"
+    # They return, one after the other.
+    nodes.take_back(["a"])
+    assert context.names == ["a", "b"] and context.master_address() == "a"
+    assert nodes.overrides() == ["training.grad_accum_steps=3"]
+    nodes.take_back(["c"])
+    assert context.names == ["a", "b", "c"] and nodes.overrides() == [] and nodes.absent == set()
+
+
+def test_nodes_beyond_the_largest_fitting_set_wait(tmp_path, capsys):
+    """Four nodes and no factor of three in the batch: two train."""
+    context = three_nodes(tmp_path, (1, 1, 1))
+    context.nodes.append(Node("d", 1))
+    nodes = ElasticNodes(context)
+    nodes.print_plan()
+    assert "without one of 4 nodes, 2 train and 1 wait" in capsys.readouterr().out
+    assert nodes.exclude(["b"]) and context.names == ["a", "c"]
+    assert nodes.overrides() == ["training.grad_accum_steps=4"]
+    assert "continuing without b: 2 ranks; d wait" in capsys.readouterr().err
+    # One that waited takes the place of the next that fails.
+    assert nodes.exclude(["a"]) and context.names == ["c", "d"]
+
+
+def test_fewer_nodes_have_fewer_hsdp_replicas(tmp_path):
+    """public-reports C 11 elastic-hsdp: one replica per node stays so; else a number that divides
+    the ranks.
+    """
+    context = three_nodes(tmp_path, (2, 2, 2))
+    context.config.engine.hsdp_replicas = 3
+    nodes = ElasticNodes(context)
+    assert nodes.exclude(["c"])
+    assert nodes.overrides() == ["training.grad_accum_steps=3", "engine.hsdp_replicas=2"]
+    assert nodes.exclude(["a"])
+    assert nodes.overrides() == ["training.grad_accum_steps=6", "engine.hsdp_replicas=1"]
+    context = three_nodes(tmp_path / "other", (2, 2, 2))
+    context.config.engine.hsdp_replicas = 2
+    nodes = ElasticNodes(context)
+    assert nodes.exclude(["a", "b"])
+    assert nodes.overrides() == ["training.grad_accum_steps=6", "engine.hsdp_replicas=2"]
+
+
+@pytest.mark.parametrize(("slots", "bad"), [((5, 1, 1), ["b", "c"]), ((1, 1, 1), ["a", "b", "c"])])
+def test_a_batch_that_cannot_be_kept_ends_the_run(tmp_path, slots, bad, capsys):
+    nodes = ElasticNodes(three_nodes(tmp_path, slots))
+    assert not nodes.exclude(bad)
+    assert "cannot continue" in capsys.readouterr().err
+
+
+def test_a_loss_that_would_end_the_run_is_said_before_the_launch(tmp_path, capsys):
+    context = three_nodes(tmp_path, (5, 1, 1))
+    context.nodes = context.nodes[:2]
+    ElasticNodes(context).print_plan()
+    printed = capsys.readouterr().out
+    assert "without b this run would end" in printed and "without a" not in printed
+
+
+def test_the_checks_of_a_return_exist_and_leave_out_none_of_a_node():
+    checks = {check.id: check for check in all_checks()}
+    of_a_node = {check.id for check in checks.values() if check.level == 1}
+    assert set(RETURN_CHECKS) <= set(checks)
+    # Of a script; of measurements that were not made; of caches that only cost time.
+    assert of_a_node - set(RETURN_CHECKS) == {"SCR001", "SSH006", "JIT002"}
+
+
+def test_elastic_without_a_retry_is_refused():
+    args = argparse.Namespace(
+        elastic=True, retries=0, script=None, heartbeat_timeout=None, level=2
+    )
+    with pytest.raises(UserError, match="--retries"):
+        main(args)
