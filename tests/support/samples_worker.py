@@ -57,7 +57,7 @@ def main(store: str, values: str, codes: str, folder: str) -> None:
     for (name, words), root in zip(IMAGES.items(), (values, codes)):
         run(root, folder, name, *words, *common, "logging.eval_freq=100", "logging.eval_samples=2")
     validation_samples._written = fail
-    run(store, folder, "failing", *ENGINES["fsdp"], *common)
+    run(store, folder, "failing", *ENGINES["fsdp"], *common, "logging.eval_samples=2")
 
 
 if __name__ == "__main__":
