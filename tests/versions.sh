@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The tests on other versions than those of constraints.txt, in an environment of their own (several GB with torch's CUDA):
 #   bash tests/versions.sh newest [pytest arguments]   the newest releases of all packages
-#   bash tests/versions.sh oldest [pytest arguments]   the oldest that pyproject.toml allows, of what mmldlm imports
+#   bash tests/versions.sh oldest [pytest arguments]   the oldest lines of releases that pyproject.toml allows
 # MMLDLM_VENV: folder of the environment (default: .venv-newest or .venv-oldest). Remove it to try again with later releases.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -19,7 +19,9 @@ import tomllib
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 if sys.argv[1] == "oldest":
     for requirement in project["dependencies"]:
-        print(re.sub(r"^([\w-]+)>=([\d.]+).*", r"\1==\2", requirement))
+        name, oldest = re.match(r"([\w-]+)>=([\d.]+)", requirement).groups()
+        # A bound need not be a release: 12.535 means 12.535.77, 5 means 5.0.0.
+        print(f"{name}=={oldest}{'' if '.' in oldest else '.0'}.*")
 PY
 mmldlm_env quickstart eval dev
 "$PYTHON" - <<'PY'
