@@ -5,6 +5,7 @@ receipt.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import os
 import sys
@@ -62,17 +63,7 @@ CHECK_MODULES = (
 
 AGENT = "mmldlm.preflight.agent"
 PASSING_NODES = "passing_nodes.txt"
-HEAD_PROBES = (
-    "identity",
-    "gpus",
-    "memory",
-    "network",
-    "resolve",
-    "checkpoints",
-    "versions",
-    "code",
-    "script",
-)
+HEAD_PROBES = ("gpus", "memory", "network", "resolve", "checkpoints")
 
 
 def run_preflight(args: argparse.Namespace) -> tuple[Context, int]:
@@ -165,36 +156,28 @@ def collect_facts(context: Context) -> None:
     if context.nodes and context.nodes[0].slots == 0:
         gpus = (context.head_value("gpus") or {}).get("gpus") or ()
         context.nodes = [Node("localhost", len(gpus) or 1)]
-    child = config.start_data_probe(context)
-    try:
-        if context.level >= 1 and context.nodes:
-            options = context.options
-            pool = AgentPool(
-                [
-                    Agent(name, AGENT, context.local, options.ssh_port, options.ssh_option)
-                    for name in context.names
-                ]
-            )
-            try:
-                _log_progress(f"asking {len(context.nodes)} node(s) ...")
-                collect_nodes(context, pool)
-                if context.level >= 2:
-                    collect_cluster(context, pool)
-                if context.level >= 3:
-                    _log_progress("collectives on all ranks (a few minutes at most) ...")
-                    collectives.run_collectives(context, pool)
-                if context.level >= 4 and context.config is not None and len(pool.failures) == 0:
-                    config.finish_data_probe(context, child)
-                    child = None
-                    if "data_error" not in context.data_facts:
-                        _log_progress(
-                            "two training steps, a save and a resume (at most 5 minutes) ..."
-                        )
-                        dry_run.run_training(context, pool)
-            finally:
-                pool.stop()
-    finally:
-        config.finish_data_probe(context, child)
+    level, options = context.level, context.options
+    with contextlib.ExitStack() as stack:
+        with config.data_probe(context):
+            if level == 0 or not context.nodes:
+                return
+            agents = [
+                Agent(name, AGENT, context.local, options.ssh_port, options.ssh_option)
+                for name in context.names
+            ]
+            pool = AgentPool(agents)
+            stack.callback(pool.stop)
+            _log_progress(f"asking {len(context.nodes)} node(s) ...")
+            collect_nodes(context, pool)
+            if level >= 2:
+                collect_cluster(context, pool)
+        if level >= 3:
+            _log_progress("collectives on all ranks (a few minutes at most) ...")
+            collectives.run_collectives(context, pool)
+        if level >= 4 and context.config is not None and not pool.failures:
+            if "data_error" not in context.data_facts:
+                _log_progress("two training steps, a save and a resume (at most 5 minutes) ...")
+                dry_run.run_training(context, pool)
 
 
 def collect_head(context: Context) -> None:
@@ -250,13 +233,9 @@ def collect_cluster(context: Context, pool: AgentPool) -> None:
     context.clocks = pool.clocks()
     connections.collect_connections(context, pool)
     # The launcher waits for the interpreters on the nodes; meanwhile the shared folder is tested.
-    probe = launchers.start_probe(context)
-    try:
+    with launchers.launcher_probe(context):
         if context.config is not None and len(context.nodes) > 1:
             storage.collect_shared_folder(context, pool)
-    finally:
-        if probe is not None:
-            probe.finish()
     context.failures.update(pool.failures)
     context.errors.update(pool.errors)
 
@@ -287,9 +266,9 @@ def apply_fix(context: Context) -> None:
     print(f"wrote {', '.join(added) or 'nothing'} to {path}")
     if refused:
         print(f"not written (secret, or not plain text): {', '.join(refused)}")
-    if added and (probe := launchers.start_probe(context)) is not None:
-        context.launched.clear()
-        probe.finish()
+    if added:
+        with launchers.launcher_probe(context):
+            pass
 
 
 def write_receipts(

@@ -11,10 +11,9 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
-import subprocess
 import tempfile
-import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +29,7 @@ from mmldlm.cluster.env_propagation import (
     read_env_file,
     run_variables,
 )
+from mmldlm.preflight.agent import run_command
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.preflight.context import Context
 from mmldlm.utils.environment import platform_variables
@@ -41,6 +41,8 @@ CHECKS = {"ENV002", "LNCH003"}
 
 def skip_reason(context: Context) -> str | None:
     """Return why the probe would measure nothing; None if it should run."""
+    if not CHECKS & context.check_ids:
+        return "its checks are not selected"
     if context.local:
         return "one machine: no variables are propagated"
     if context.options.propagates_all:
@@ -60,95 +62,55 @@ def skip_reason(context: Context) -> str | None:
     return None
 
 
-class LauncherProbe:
-    """A launch of print_environment.py with one rank per node, in the background."""
-
-    def __init__(self, context: Context):
-        self.context, self.output = context, ""
-        self._folder = tempfile.TemporaryDirectory(prefix="mmldlm_preflight_")
-        nodes = [replace(node, slots=1) for node in context.nodes]
-        try:
-            self.process = subprocess.Popen(
-                context.launcher_command(
-                    [print_environment.__file__], Path(self._folder.name) / "hostfile", nodes
-                ),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-        except OSError as error:
-            # LNCH001 reports a launcher that this machine does not have.
-            self._folder.cleanup()
-            raise LauncherMissing(str(error)) from error
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        self.output = self.process.stdout.read()
-
-    def finish(self) -> None:
-        """Wait for the end, at most SECONDS, and fill context.launched and
-        context.launcher_result.
-        """
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(SECONDS)
-        timed_out = self.process.poll() is None
-        with contextlib.suppress(OSError):
-            # Ends the remaining processes of the launcher on this machine.
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._reader.join(5)
-        self._folder.cleanup()
-        lines = self._parse_output()
-        self.context.launcher_result = {
-            "code": None if timed_out else self.process.returncode,
-            "lines": lines[-20:],
-        }
-
-    def _parse_output(self) -> list[str]:
-        """Fill context.launched from the output; return its other lines."""
-        context, other = self.context, []
-        names = {
-            report["hostname"]: name for name, report in context.probe_values("identity").items()
-        }
-        for line in self.output.splitlines():
-            if print_environment.MARK not in line:
-                other.append(line)
-                continue
-            with contextlib.suppress(ValueError):
-                # The timeout may have truncated the line.
-                report = json.loads(line.split(print_environment.MARK, 1)[1])
-                if report["hostname"] in names:
-                    variables = {
-                        k: v for k, v in report["environment"].items() if k.startswith(PREFIXES)
-                    }
-                    context.launched[names[report["hostname"]]] = {
-                        "rank": report["rank"],
-                        "variables": variables,
-                    }
-        return [line for line in other if line.strip()]
-
-
-class LauncherMissing(Exception):
-    """The launcher's program is not installed on this machine."""
-
-
-def start_probe(context: Context) -> LauncherProbe | None:
-    """Start the probe if one of its checks is selected; otherwise context.launcher_result has the
-    reason.
+@contextlib.contextmanager
+def launcher_probe(context: Context) -> Iterator[None]:
+    """Start print_environment.py once per node through the launcher while the block runs, then
+    wait for it; fill context.launched and context.launcher_result.
     """
-    if not CHECKS & context.check_ids:
-        return None
     reason = skip_reason(context)
-    if reason is None:
-        with contextlib.suppress(LauncherMissing):
-            return LauncherProbe(context)
-        reason = "the launcher is not on this machine (see LNCH001)"
-    context.launcher_result = {"skipped": reason}
-    return None
+    if reason is not None:
+        context.launcher_result = {"skipped": reason}
+        yield
+        return
+    nodes = [replace(node, slots=1) for node in context.nodes]
+    with (
+        tempfile.TemporaryDirectory(prefix="mmldlm_preflight_") as folder,
+        ThreadPoolExecutor(1) as executor,
+    ):
+        hostfile = Path(folder) / "hostfile"
+        command = context.launcher_command([print_environment.__file__], hostfile, nodes)
+        launch = executor.submit(run_command, command, {}, SECONDS)
+        yield
+        try:
+            result = launch.result()
+        except OSError:
+            reason = "the launcher is not on this machine (see LNCH001)"
+            context.launcher_result = {"skipped": reason}
+            return
+    context.launched, other_lines = _parse_output(context, result["output"])
+    context.launcher_result = {"code": result["code"], "lines": other_lines[-20:]}
+
+
+def _parse_output(context: Context, output: str) -> tuple[dict[str, dict], list[str]]:
+    """Return node -> {"rank", "variables"} of the processes that started, and the other lines."""
+    launched, other = {}, []
+    identities = context.probe_values("identity").items()
+    names = {identity["hostname"]: name for name, identity in identities}
+    for line in output.splitlines():
+        _, mark, report_json = line.partition(print_environment.MARK)
+        if not mark:
+            other.append(line)
+            continue
+        with contextlib.suppress(ValueError):
+            # The timeout may have truncated the line.
+            report = json.loads(report_json)
+            if report["hostname"] in names:
+                environment = report["environment"]
+                launched[names[report["hostname"]]] = {
+                    "rank": report["rank"],
+                    "variables": {k: v for k, v in environment.items() if k.startswith(PREFIXES)},
+                }
+    return launched, [line for line in other if line.strip()]
 
 
 _PROGRAMS = {

@@ -8,6 +8,7 @@ import json
 import os
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +48,17 @@ def data(args: dict) -> dict:
         except OSError as error:
             files[name] = {"error": describe_os_error(error)}
             continue
-        facts = {"bytes": size}
-        if fraction == 1.0 and time.monotonic() < deadline:
-            facts["sha256"], done = _hash(path, [(0, size)])
-            read += done
-        elif time.monotonic() < deadline:
+        files[name] = {"bytes": size}
+        if time.monotonic() > deadline:
+            continue
+        if fraction == 1.0:
+            what, spans = "sha256", [(0, size)]
+        else:
             count = max(2, int(size * fraction) // _BLOCK)
             starts = sorted({i * max(size - _BLOCK, 0) // (count - 1) for i in range(count)})
-            facts["blocks"], done = _hash(path, [(start, _BLOCK) for start in starts])
-            read += done
-        files[name] = facts
+            what, spans = "blocks", [(start, _BLOCK) for start in starts]
+        files[name][what], done = _hash(path, spans)
+        read += done
     return {
         "manifest_sha256": [hashlib.sha256(text).hexdigest() for text in texts.values()],
         "files": files,
@@ -109,28 +111,36 @@ def checkpoints(args: dict) -> dict:
         "free_inodes": space.f_favail if space.f_files else None,
         "file_system": file_system(folder),
     }
-    probe = folder / f".mmldlm_preflight_{os.uname().nodename}_{os.getpid()}"
     try:
-        block = os.urandom(1 << 20)
-        size = max(min(WRITE_BYTES, facts["free"] // 2), 1)
-        started, num_bytes = time.perf_counter(), 0
-        with open(probe, "wb") as file:
-            while num_bytes < size and time.perf_counter() - started < 5:
-                num_bytes += file.write(block[: size - num_bytes])
-            file.flush()
-            os.fsync(file.fileno())
-        facts["bytes_per_second"] = num_bytes / (time.perf_counter() - started)
-        renamed = probe.with_name(probe.name + "_renamed")
-        os.rename(probe, renamed)
-        facts["rename"] = renamed.exists() and not probe.exists()
-        renamed.unlink()
+        with probe_file(folder) as probe:
+            block = os.urandom(1 << 20)
+            size = max(min(WRITE_BYTES, facts["free"] // 2), 1)
+            started, num_bytes = time.perf_counter(), 0
+            with open(probe, "wb") as file:
+                while num_bytes < size and time.perf_counter() - started < 5:
+                    num_bytes += file.write(block[: size - num_bytes])
+                file.flush()
+                os.fsync(file.fileno())
+            facts["bytes_per_second"] = num_bytes / (time.perf_counter() - started)
+            renamed = probe.with_name(probe.name + "_renamed")
+            os.rename(probe, renamed)
+            facts["rename"] = renamed.exists() and not probe.exists()
+            renamed.unlink()
     except OSError as error:
         facts["write_error"] = describe_os_error(error)
-    finally:
-        with contextlib.suppress(OSError):
-            # Deleting fails on a read-only file system.
-            probe.unlink(missing_ok=True)
     return facts
+
+
+@contextlib.contextmanager
+def probe_file(folder: str | Path) -> Iterator[Path]:
+    """Return the path of a file to write in a folder; it is deleted when the block ends."""
+    path = Path(folder) / f".mmldlm_preflight_{os.uname().nodename}_{os.getpid()}"
+    try:
+        yield path
+    finally:
+        # Deleting fails on a read-only file system.
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def file_system(folder: Path) -> str:
