@@ -16,8 +16,6 @@ from mmldlm.evaluation import metrics
 from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.statistics import Estimate, mean, proportion, ratio
 
-_BLOCK = 512
-
 
 def as_vectors(images: np.ndarray) -> np.ndarray:
     """Return [N, S * S * C] fp32 pixels in -1 .. 1."""
@@ -88,16 +86,12 @@ def ranks(made: np.ndarray, gallery: Gallery) -> np.ndarray:
         made: [Q, S, S, C] uint8; the q-th was made from the caption of the q-th image of the
             gallery.
     """
-    queries, keys = (
-        metrics.normalize(gallery.centered(images)) for images in (made, gallery.images)
+    return metrics.ranks(
+        gallery.centered(made),
+        gallery.centered(gallery.images),
+        np.arange(len(made)),
+        gallery.groups,
     )
-    result = np.empty(len(made), dtype=np.int64)
-    for start in range(0, len(made), _BLOCK):
-        similarity = queries[start : start + _BLOCK] @ keys.T
-        is_hit = gallery.groups[start : start + len(similarity), None] == gallery.groups[None]
-        best = np.where(is_hit, similarity, -np.inf).max(1, keepdims=True)
-        result[start : start + len(similarity)] = ((similarity >= best - 1e-12) & ~is_hit).sum(1)
-    return result
 
 
 def seam_ratio(images: np.ndarray, patch: int) -> Estimate:
@@ -112,10 +106,8 @@ def seam_ratio(images: np.ndarray, patch: int) -> Estimate:
         is_border = np.arange(1, pixels.shape[axis]) % patch == 0
         across += steps[:, is_border].sum(1)
         inside += steps[:, ~is_border].sum(1)
-        num_across, num_inside = (
-            num_across + int(is_border.sum()),
-            num_inside + int((~is_border).sum()),
-        )
+        num_across += int(is_border.sum())
+        num_inside += int((~is_border).sum())
     return ratio(across / max(num_across, 1), inside / max(num_inside, 1), "across / inside")
 
 

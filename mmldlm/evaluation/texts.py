@@ -13,7 +13,7 @@ import numpy as np
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.evaluation import metrics
-from mmldlm.evaluation.sentences import Log, Sentences
+from mmldlm.evaluation.sentences import Log, Sentences, spread
 from mmldlm.evaluation.statistics import Difference, Estimate, mean, paired_bootstrap
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.counter_rng import Stream, generator
@@ -47,6 +47,18 @@ def decode(pretrained: Pretrained, tokens: Sequence[Sequence[int]]) -> list[str]
     ]
 
 
+def written_records(
+    pretrained: Pretrained, sentences: Sentences, written: list[list[int]], rows: list[int]
+) -> list[dict[str, Any]]:
+    """Return the texts that were written for some sentences, with their set-F1, for a report."""
+    own = [written[row] for row in rows]
+    scores = metrics.token_f1(own, [sentences.tokens[row] for row in rows])
+    return [
+        {"written": text, "set_f1": round(float(score), 3)}
+        for text, score in zip(decode(pretrained, own), scores)
+    ]
+
+
 class Scorer:
     """Scores texts against the sentences, as the tokenizer writes these (vec2text decodes its
     references, too).
@@ -59,12 +71,8 @@ class Scorer:
     """
 
     def __init__(self, pretrained: Pretrained, sentences: Sentences, with_bleu: bool, seed: int):
-        self.pretrained, self.sentences, self.with_bleu, self.seed = (
-            pretrained,
-            sentences,
-            with_bleu,
-            seed,
-        )
+        self.pretrained, self.sentences = pretrained, sentences
+        self.with_bleu, self.seed = with_bleu, seed
         self.references = decode(pretrained, sentences.tokens)
         self.lengths = np.array([len(text) for text in sentences.tokens])
 
@@ -291,10 +299,7 @@ def unigram_texts(train: Store, count: int, seed: int) -> tuple[list[list[int]],
     Lengths are drawn from those of training texts; the second text has their median length and
     holds each token once, which is the constant text of about the best set-F1.
     """
-    spread = np.unique(
-        np.linspace(0, len(train) - 1, min(len(train), MAX_COUNTED)).astype(np.int64)
-    )
-    tokens = train.get(spread).tokens
+    tokens = train.get(spread(len(train), MAX_COUNTED)).tokens
     frequency = np.bincount(np.concatenate(tokens))
     lengths = np.array([len(text) for text in tokens])
     draw = generator(seed, Stream.UNIGRAM_FLOOR)
