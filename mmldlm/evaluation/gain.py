@@ -338,7 +338,7 @@ def add_search(
     cosine = {"judge_cosine": mean(texts.cosine, "cosine")}
     found.arms[SEARCH] = scorer.estimates(scores) | cosine
     found.arms.setdefault("model", {})["judge_cosine"] = mean(cosine_before, "cosine")
-    change = differences(scores[0], before[0], settings.seed)
+    change = differences(scores, before, settings.seed)
     change["judge_cosine"] = paired_bootstrap(
         texts.cosine, cosine_before, settings.seed, unit="cosine"
     )

@@ -180,18 +180,16 @@ _BLOCK_BYTES = 1 << 27
 
 
 class TrainingImages:
-    """Reads the training split as pixels.
+    """Reads the training split as pixels, of `limit` images or little more, spread evenly over it.
 
     Args:
         store: Store of images, any split.
         codec: Codec of its latents.
-        limit: Approximate number of images to read, spread evenly (default: MAX_COMPARED, or
-            MAX_DECODED).
     """
 
-    def __init__(self, store: Store, codec: ImageCodec, limit: int | None = None):
+    def __init__(self, store: Store, codec: ImageCodec):
         self.store = Store(store.root, "train")
-        self.limit = limit or (MAX_DECODED if codec.latents == "vae" else MAX_COMPARED)
+        self.limit = MAX_DECODED if codec.latents == "vae" else MAX_COMPARED
         self.codec = codec
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE
+from rich.table import Table
 
 from mmldlm.evaluation.report import (
     FigureTable,
     Report,
     Row,
+    arm_details,
     claim,
     claims_section,
     conditions_section,
@@ -307,15 +310,8 @@ class ImageReport(Report):
 
     def as_dict(self) -> dict[str, Any]:
         """Return {"conditions", "claims", "details"}, JSON-ready."""
-        details: dict[str, Any] = {
-            arm: {name: estimate.as_dict() for name, estimate in found.items()}
-            for arm, found in self.arms.items()
-        }
-        return {
-            "conditions": self.conditions,
-            "claims": self.claims,
-            "details": details | {"examples": self.examples},
-        }
+        details = arm_details(self.arms) | {"examples": self.examples}
+        return {"conditions": self.conditions, "claims": self.claims, "details": details}
 
     def page(self) -> str:
         """Return the report as a page for a browser, one file with its pictures inside."""
@@ -344,9 +340,6 @@ class ImageReport(Report):
 
     def show(self, console=None) -> None:
         """Print the figures, the claims and the examples."""
-        from rich.box import SIMPLE
-        from rich.table import Table
-
         console = console or open_console()
         for figures in self.tables():
             figures.show(console)

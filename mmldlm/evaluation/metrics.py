@@ -39,17 +39,19 @@ class Overlap:
         word_f1: [N] F1 of the multisets of words, 0 .. 1.
         exact_match: [N] bool.
         bleu: [N, 10] int64, of `bleu_counts`; None where sacrebleu was not wanted.
+        length_exact: [N] bool, the number of tokens is right; None: not known from strings.
     """
 
     word_set_f1: np.ndarray
     word_f1: np.ndarray
     exact_match: np.ndarray
     bleu: np.ndarray | None = None
+    length_exact: np.ndarray | None = None
 
     def rows(self, keep: np.ndarray) -> Overlap:
         """Return the scores of some rows: [N] bool or an index."""
-        bleu = None if self.bleu is None else self.bleu[keep]
-        return Overlap(self.word_set_f1[keep], self.word_f1[keep], self.exact_match[keep], bleu)
+        scores = {name: values for name, values in vars(self).items() if values is not None}
+        return Overlap(**{name: values[keep] for name, values in scores.items()})
 
     def estimates(self, seed: int = 0) -> dict[str, Estimate]:
         """Return every figure in points; the seed is that of corpus BLEU's bootstrap error."""
@@ -63,6 +65,8 @@ class Overlap:
         found["word_f1"] = mean(self.word_f1, POINTS, 100)
         found["word_set_f1"] = mean(self.word_set_f1, POINTS, 100)
         found["exact_match"] = mean(self.exact_match, POINTS, 100)
+        if self.length_exact is not None:
+            found["length_exact"] = mean(self.length_exact, POINTS, 100)
         return found
 
 

@@ -5,7 +5,7 @@ known sentences.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -76,19 +76,14 @@ class Scorer:
         self.references = decode(pretrained, sentences.tokens)
         self.lengths = np.array([len(text) for text in sentences.tokens])
 
-    def overlap(self, tokens: Sequence[Sequence[int]]) -> tuple[metrics.Overlap, np.ndarray]:
-        """Score N texts of ids; also return [N] bool: the number of tokens is right."""
+    def overlap(self, tokens: Sequence[Sequence[int]]) -> metrics.Overlap:
+        """Score N texts of ids."""
         found = metrics.compare(decode(self.pretrained, tokens), self.references, self.with_bleu)
-        return found, np.array([len(text) for text in tokens]) == self.lengths
+        return replace(found, length_exact=np.array(list(map(len, tokens))) == self.lengths)
 
-    def estimates(
-        self, scores: tuple[metrics.Overlap, np.ndarray], keep: np.ndarray | None = None
-    ) -> dict:
-        """Return the figures of all rows, or of those where keep [N] is True."""
-        overlap, is_exact = scores
-        if keep is not None:
-            overlap, is_exact = overlap.rows(keep), is_exact[keep]
-        return overlap.estimates(self.seed) | {"length_exact": mean(is_exact, metrics.POINTS, 100)}
+    def estimates(self, scores: metrics.Overlap) -> dict[str, Estimate]:
+        """Return the figures of scores."""
+        return scores.estimates(self.seed)
 
 
 def measure_text_arms(
@@ -192,7 +187,7 @@ def _against_originals(
 def _add_nearest(
     found: TextArms,
     scorer: Scorer,
-    scores: tuple[metrics.Overlap, np.ndarray],
+    scores: metrics.Overlap,
     train: Store,
     neighbors: Neighbors,
 ) -> None:
@@ -209,12 +204,13 @@ def _add_nearest(
         "training_sentences_compared": neighbors.num_compared,
         "training_sentences": len(train),
     }
-    found.differences[f"model_minus_{name}"] = differences(scores[0], floor[0], scorer.seed)
+    found.differences[f"model_minus_{name}"] = differences(scores, floor, scorer.seed)
     if 2 <= keep.sum() < len(keep):
         rest = {cosine: mean(neighbors.cosines[keep], "cosine")}
-        found.arms["model" + _APART] = scorer.estimates(scores, keep)
-        found.arms[name + _APART] = scorer.estimates(floor, keep) | rest
-        apart = differences(scores[0].rows(keep), floor[0].rows(keep), scorer.seed)
+        scores, floor = scores.rows(keep), floor.rows(keep)
+        found.arms["model" + _APART] = scorer.estimates(scores)
+        found.arms[name + _APART] = scorer.estimates(floor) | rest
+        apart = differences(scores, floor, scorer.seed)
         found.differences[f"model_minus_{name}{_APART}"] = apart
 
 
