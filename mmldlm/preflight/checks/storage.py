@@ -8,9 +8,9 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from mmldlm.cluster.agent import AgentFailure, AgentPool
 from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
@@ -273,7 +273,7 @@ def data_is_the_same(context):
         return
     entries = _manifest(context)
     usual = majority({n: a["manifest_sha256"] for n, a in answers.items()})
-    usual_blocks = _usual_blocks(answers)
+    usual_blocks = _usual_blocks(a for a in answers.values() if a["manifest_sha256"] == usual)
     for name, facts in answers.items():
         fix = f"copy the store to {name} again (rsync -ac), or mount one store on all nodes"
         if facts["manifest_sha256"] != usual:
@@ -294,15 +294,14 @@ def data_is_the_same(context):
             yield ok(f"{fraction:.0%} of {format_bytes(facts['bytes_total'])} read", name)
 
 
-def _usual_blocks(answers: dict[str, dict]) -> dict[str, Any]:
-    """Return file -> hash of its sampled blocks on most nodes; None where most read the file
-    whole.
-    """
-    by_file: dict[str, dict[str, Any]] = {}
-    for name, facts in answers.items():
+def _usual_blocks(answers: Iterable[dict]) -> dict[str, str]:
+    """Return file -> hash of its sampled blocks on most of the nodes that read them in time."""
+    by_file: dict[str, list[str]] = {}
+    for facts in answers:
         for file, seen in facts["files"].items():
-            by_file.setdefault(file, {})[name] = seen.get("blocks")
-    return {file: majority(blocks) for file, blocks in by_file.items()}
+            if "blocks" in seen:
+                by_file.setdefault(file, []).append(seen["blocks"])
+    return {file: Counter(hashes).most_common(1)[0][0] for file, hashes in by_file.items()}
 
 
 @check("CKPT001", 1, "node", "checkpoint folder")
