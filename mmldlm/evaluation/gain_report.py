@@ -20,7 +20,6 @@ from mmldlm.evaluation.report import (
     claims_section,
     conditions_section,
     gain_verdict,
-    html_page,
     measured_rows,
     note_elements,
     print_claims,
@@ -28,6 +27,7 @@ from mmldlm.evaluation.report import (
 from mmldlm.evaluation.statistics import Difference, Estimate
 from mmldlm.evaluation.text_report import ERRORS, OVERLAP_ROWS, Arms, show_texts, text_sections
 from mmldlm.observe.pages.elements import Column, Element, element, section, table
+from mmldlm.observe.pages.page import titled_page
 from mmldlm.observe.pages.svg import Interval, interval_plot
 from mmldlm.utils.screen import open_console
 
@@ -368,7 +368,7 @@ class EvaluationReport(Report):
         if self.claims:
             caption = "Fixed bounds that the quickstart's model must meet."
             parts.append(claims_section(caption, self.claims, CLAIM_MEANINGS))
-        return html_page(title, self.verdict, [*parts, conditions_section(conditions)])
+        return titled_page(title, [self.verdict], [*parts, conditions_section(conditions)])
 
     def show(self, console=None) -> None:
         """Print the estimates, the claims and the examples."""

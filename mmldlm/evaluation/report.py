@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -21,9 +21,7 @@ from mmldlm.observe.pages.elements import (
     element,
     section,
     table,
-    to_html,
 )
-from mmldlm.observe.pages.page import render
 from mmldlm.utils import atomic_files
 
 MIN_GAIN = 0.5
@@ -208,13 +206,6 @@ def arm_details(arms: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any]:
 def cell(estimate: Estimate | None, digits: int) -> str:
     """Return value +- standard error, "" without one."""
     return "" if estimate is None else f"{estimate.value:.{digits}f} +- {estimate.se:.{digits}f}"
-
-
-def html_page(title: str, verdict: str, parts: Iterable[Element]) -> str:
-    """Return a page of parts below a title and a verdict."""
-    header = element("header", element("h1", title), element("p", verdict))
-    main = element("main", header, *parts, class_="report")
-    return render(f"mmldlm: {title}", to_html([main]))
 
 
 def note_elements(conditions: Mapping[str, Any]) -> list[Element]:

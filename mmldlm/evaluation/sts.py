@@ -13,12 +13,13 @@ import numpy as np
 
 from mmldlm.errors import UserError
 from mmldlm.evaluation import metrics
-from mmldlm.evaluation.report import Report, conditions_section, html_page, text_table
+from mmldlm.evaluation.report import Report, conditions_section, text_table
 from mmldlm.evaluation.sentences import Log, batch_budget
 from mmldlm.evaluation.settings import StsSettings
 from mmldlm.evaluation.statistics import Difference, paired_bootstrap
 from mmldlm.inference.inputs import encode_texts, tokenize_texts
 from mmldlm.observe.pages.elements import Column, Element, element, section, table
+from mmldlm.observe.pages.page import titled_page
 from mmldlm.observe.pages.svg import Interval, interval_plot
 from mmldlm.sampling.latents import sample_latents, steps_given_text
 from mmldlm.tasks.text_task import Pretrained
@@ -283,7 +284,7 @@ class StsReport(Report):
         )
         title = f"STS Benchmark: {conditions['num_pairs']} pairs of {conditions['file']}"
         parts = [figures, section("Plot", plot), conditions_section(conditions)]
-        return html_page(title, self.verdict, parts)
+        return titled_page(title, [self.verdict], parts)
 
     def show(self, console=None) -> None:
         """Print the table."""
