@@ -185,9 +185,8 @@ def run_with_timeout(
         jobs: Name -> (function without arguments and with a JSON value, time limit in seconds).
 
     Returns:
-        name -> {"value"} or {"error": one sentence}, with "seconds" and, after a timeout,
-        "timeout": True. A child that cannot be killed (uninterruptible sleep) is left behind
-        without waiting.
+        name -> {"value"} or {"error": one sentence}, after a timeout with "timeout": True. A child
+        that cannot be killed (uninterruptible sleep) is left behind without waiting.
     """
     started = time.monotonic()
     running: dict[Connection, tuple[str, int, float]] = {}
@@ -205,15 +204,15 @@ def run_with_timeout(
         now = time.monotonic()
         for receiver, (name, pid, deadline) in list(running.items()):
             if receiver in ready:
-                answer = _receive(receiver)
+                answers[name] = _receive(receiver)
                 os.waitpid(pid, 0)
             elif now >= deadline:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
-                answer = {"error": f"no answer within {deadline - started:.0f} s", "timeout": True}
+                error = f"no answer within {deadline - started:.0f} s"
+                answers[name] = {"error": error, "timeout": True}
             else:
                 continue
-            answers[name] = {**answer, "seconds": round(now - started, 3)}
             receiver.close()
             del running[receiver]
     return answers

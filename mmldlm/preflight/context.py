@@ -35,8 +35,8 @@ class Context:
         data_probe_error: Reason why the data probe failed.
         head: Probe -> {"value"} or {"error"} of this machine.
         facts: Node -> probe -> {"value"} or {"error"}.
-        failures: Nodes whose agent stopped answering.
-        errors: (node, action) -> error of an agent's action.
+        failures: Node -> why its agent stopped answering (those of the AgentPool).
+        errors: (node, action) -> error of an agent's action (the same).
         clocks: Node -> (clock offset, half round trip) in seconds.
         master: {"address", "guessed", "port", "listening", "candidates", "reach", "free_port"}.
         connections: (from, to) -> {"ms", "segments", "retransmitted"} or {"error"}.

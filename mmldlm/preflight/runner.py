@@ -166,6 +166,7 @@ def collect_facts(context: Context) -> None:
                 for name in context.names
             ]
             pool = AgentPool(agents)
+            context.failures, context.errors = pool.failures, pool.errors
             stack.callback(pool.stop)
             _log_progress(f"asking {len(context.nodes)} node(s) ...")
             collect_nodes(context, pool)
@@ -222,8 +223,6 @@ def collect_nodes(context: Context, pool: AgentPool) -> None:
     }
     longest = max(PROBES[name][1] for name in request["probes"])
     context.facts = pool.call("collect_facts", request, timeout=longest + 5)
-    context.failures.update(pool.failures)
-    context.errors.update(pool.errors)
 
 
 def collect_cluster(context: Context, pool: AgentPool) -> None:
@@ -236,8 +235,6 @@ def collect_cluster(context: Context, pool: AgentPool) -> None:
     with launchers.launcher_probe(context):
         if context.config is not None and len(context.nodes) > 1:
             storage.collect_shared_folder(context, pool)
-    context.failures.update(pool.failures)
-    context.errors.update(pool.errors)
 
 
 def _log_progress(text: str) -> None:

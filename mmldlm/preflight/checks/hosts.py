@@ -221,6 +221,8 @@ def everything_was_measured(context):
     A hung probe, or one without its package, is a fault of the node, a failed one an error of this
     tool.
     """
+    for (name, action), error in context.errors.items():
+        yield Result(ERROR, node=name, why=f"{action} failed on {error}")
     for name, facts in context.facts.items():
         failed = {
             probe: answer
