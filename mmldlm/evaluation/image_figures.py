@@ -220,23 +220,21 @@ class TrainingImages:
             images: [N, S, S, C] uint8, unseen.
             groups: [N] of these, as in the store; None where it has none.
         """
-        found: dict[object, set] = {}
         own = group_ids(groups, images).tolist()
-        pixels = [image.tobytes() for image in images]
-        for group, picture, tokens in zip(own, pixels, sentences.tokens, strict=True):
-            names = found.setdefault(("group", group), set())
-            names.add(tuple(tokens))
-            found.setdefault(picture, names)
-        if groups is not None:
-            for group, original in zip(own, groups.tolist()):
-                found[("stored", original)] = found["group", group]
-        stored = self.store.groups
+        names: dict[int, set] = {group: set() for group in own}
+        # Of the pixels, or of the number of a group in the store.
+        group_of: dict[bytes | int, int] = {}
+        for row, group in enumerate(own):
+            names[group].add(tuple(sentences.tokens[row]))
+            group_of[images[row].tobytes()] = group
+            if groups is not None:
+                group_of[int(groups[row])] = group
+        stored = None if groups is None else self.store.groups
         for first, block in self.blocks():
             for row, image in enumerate(block, first):
-                keys: list[object] = [image.tobytes()]
-                if groups is not None and stored is not None:
-                    keys.append(("stored", int(stored[row])))
-                names = next((found[key] for key in keys if key in found), None)
-                if names is not None:
-                    names.add(tuple(self.captions(np.array([row]))[0]))
-        return [found["group", group] for group in own]
+                known = group_of.get(image.tobytes())
+                if known is None and stored is not None:
+                    known = group_of.get(int(stored[row]))
+                if known is not None:
+                    names[known].add(tuple(self.captions(np.array([row]))[0]))
+        return [names[group] for group in own]

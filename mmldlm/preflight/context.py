@@ -14,7 +14,6 @@ from mmldlm.cluster.hostfile import Node, write_hostfile
 from mmldlm.cluster.launcher_commands import deepspeed_command, mpi_command, srun_command
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
-from mmldlm.preflight.memory_model import plan_of
 
 Facts = dict[str, dict[str, Any]]
 
@@ -128,9 +127,11 @@ class Context:
         first = next(asked, self.head_value("gpus") or {})
         return any(entry.get("gpus") for entry in itertools.chain([first], asked))
 
-    def engine_plan(self) -> str:
-        """Return the engine of the config as an entry of memory_model.PLANS."""
-        return plan_of(self.config)
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step of all ranks."""
+        training = self.config.training
+        return training.train_batch_size * training.grad_accum_steps * self.world_size
 
     def master_address(self) -> str:
         """Return the address of the first node for the launcher.

@@ -217,8 +217,7 @@ def batch_arithmetic(context):
     # CFG002 reports an error of the JSON.
     if error is not None and _json_error(context) is None:
         return fail(error["found"], error["expected"], error["fix"])
-    training = config.training
-    batch = training.train_batch_size * training.grad_accum_steps * world_size
+    training, batch = config.training, context.global_batch
     measured = (
         f"{batch} = {training.train_batch_size} per rank x {training.grad_accum_steps} accumulated"
         f" x {world_size} ranks"

@@ -48,11 +48,10 @@ def collect_connections(context: Context, pool: AgentPool) -> None:
         pool.call("close", timeout=10)
     for name, results in answers.items():
         others = [other for other in targets if other != name]
-        for index, other in enumerate(others):
-            context.connections[(name, other)] = _merge_connections(
-                *results[2 * index : 2 * index + 2]
-            )
-        for address, result in zip(candidates, results[2 * len(others) :], strict=True):
+        to_others, to_master = results[: 2 * len(others)], results[2 * len(others) :]
+        for other, *pair in zip(others, to_others[::2], to_others[1::2], strict=True):
+            context.connections[(name, other)] = _merge_connections(*pair)
+        for address, result in zip(candidates, to_master, strict=True):
             context.master["reach"].setdefault(address, {})[name] = result
 
 

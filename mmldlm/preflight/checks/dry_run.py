@@ -17,7 +17,7 @@ from mmldlm.preflight.agent import run_command
 from mmldlm.preflight.check import check, fail, ok, skip
 from mmldlm.preflight.checks.collectives import group_seconds
 from mmldlm.preflight.context import Context
-from mmldlm.preflight.memory_model import checkpoint_bytes
+from mmldlm.preflight.memory_model import checkpoint_bytes, plan_of
 from mmldlm.utils.input_files import read_text
 
 DRY_STEPS = 2
@@ -35,7 +35,7 @@ def dry_seconds(context: Context) -> int:
     seconds += COMPILE_SECONDS if config.training.compile_model else 0
     if "trainable" in sizes:
         seconds += (
-            checkpoint_bytes(context.engine_plan(), sizes, config.training.dtype) / SLOW_DISK
+            checkpoint_bytes(plan_of(context.config), sizes, config.training.dtype) / SLOW_DISK
         )
     return int(seconds)
 

@@ -155,51 +155,43 @@ def file_system(folder: Path) -> str:
 
 
 def collect_shared_folder(context, pool: AgentPool) -> None:
-    """Test whether all nodes see a file of the first writer, and the first one a file of the last
-    reader.
+    """Test whether all nodes see a file of the first node that can write, and then one of the last
+    node that sees it.
     """
-    folders = context.probe_values("checkpoints")
-    writers = [
-        name
-        for name, facts in folders.items()
+    folders = {
+        name: facts["folder"]
+        for name, facts in context.probe_values("checkpoints").items()
         if "write_error" not in facts and name not in pool.failures
-    ]
-    if not writers:
+    }
+    if not folders:
         return
-    first = writers[0]
-    seen = _file_visible_from(pool, first, folders[first]["folder"], None)
+    seen = _visibility(pool, next(iter(folders)), folders)
     context.shared_folder.update(seen)
-    readers = [name for (_, name), visible in seen.items() if visible and name in writers]
+    readers = [name for (_, name), visible in seen.items() if visible and name in folders]
     if readers:
-        context.shared_folder.update(
-            _file_visible_from(pool, readers[-1], folders[readers[-1]]["folder"], first)
-        )
+        context.shared_folder.update(_visibility(pool, readers[-1], folders))
 
 
-def _file_visible_from(
-    pool: AgentPool, writer: str, folder: str, reader: str | None
+def _visibility(
+    pool: AgentPool, writer: str, folders: dict[str, str]
 ) -> dict[tuple[str, str], bool]:
-    """Return (writer, reader) -> whether a new file of the writer is visible, for one reader or
-    all other nodes.
+    """Return (writer, reader) -> whether a new file of the writer is visible; empty if it cannot
+    be written.
     """
-    text = uuid.uuid4().hex
-    path = os.path.join(folder, f".mmldlm_preflight_{text}")
-    agent = pool.agents[writer]
+    agent, text = pool.agents[writer], uuid.uuid4().hex
+    probe = {"path": os.path.join(folders[writer], f".mmldlm_preflight_{text}"), "text": text}
     try:
-        if "value" not in agent.request("write_probe_file", {"path": path, "text": text}, 15):
+        if "value" not in agent.request("write_probe_file", probe, 15):
             return {}
-        if reader is not None:
-            answers = {reader: pool.agents[reader].request("read_probe_file", {"path": path}, 15)}
-        else:
-            answers = pool.call("read_probe_file", {"path": path}, timeout=15)
-        agent.request("remove_probe_file", {"path": path}, 15)
-        return {
-            (writer, name): answer.get("value") == text
-            for name, answer in answers.items()
-            if name != writer
-        }
+        answers = pool.call("read_probe_file", probe, timeout=15)
+        agent.request("remove_probe_file", probe, 15)
     except (AgentFailure, RuntimeError):
         return {}
+    return {
+        (writer, name): answer.get("value") == text
+        for name, answer in answers.items()
+        if name != writer
+    }
 
 
 @check("DATA002", 1, "node", "data present")
