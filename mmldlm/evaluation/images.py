@@ -125,7 +125,7 @@ def evaluate_images(
             arms[name] |= measure_t2i(pretrained, control, few, first, settings, 1.0, say)[0]
     conditions = _conditions(pretrained, store, sentences, gallery, settings) | {
         "seconds": round(time.perf_counter() - started, 1),
-        **weights.conditions(),
+        **weights.conditions,
         "notes": _notes(pretrained, store) + weights.notes(len(sentences)),
     }
     pictures = {name: found[shown] for name, found in pictures.items()}

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mmldlm.cluster.agent import Agent, AgentPool
-from mmldlm.cluster.env_propagation import run_variables, write_env_file
+from mmldlm.cluster.env_propagation import write_env_file
 from mmldlm.cluster.hostfile import LOCAL_NAMES, Node, read_hostfile, write_hostfile
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.preflight import receipt
@@ -246,14 +246,14 @@ def apply_fix(context: Context) -> None:
     """Write variables that are not propagated to ./.deepspeed_env, and run the launcher probe
     again.
     """
-    on_head = run_variables()
-    environments = [
-        on_node for name in context.facts if (on_node := context.environment_on(name)) is not None
-    ]
+    environments = [context.environment_on(name) for name in context.facts]
     missing = sorted(
-        key
-        for key, value in on_head.items()
-        if any(on_node.get(key) != value for on_node in environments)
+        {
+            name
+            for on_node in environments
+            if on_node is not None
+            for name in launchers.not_propagated(on_node)
+        }
     )
     if not missing or context.launcher != "deepspeed":
         return

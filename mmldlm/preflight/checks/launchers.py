@@ -237,6 +237,12 @@ _MANUAL_COMMANDS = {
 }
 
 
+def not_propagated(on_node: dict[str, str]) -> list[str]:
+    """Return the variables of this shell whose values in the environment of a node differ."""
+    here = compared_variables()
+    return sorted(name for name, value in here.items() if on_node.get(name) != value)
+
+
 @check("ENV002", 2, "node", "variables not propagated")
 def variables_are_propagated(context):
     """Variables of this shell that affect a run have the same value for a rank on every node.
@@ -247,7 +253,7 @@ def variables_are_propagated(context):
     .deepspeed_env; mpirun those named with -x; srun all. --fix adds missing ones to
     ./.deepspeed_env.
     """
-    on_head = compared_variables()
+    num_compared = len(compared_variables())
     for name in context.names:
         on_node = context.environment_on(name)
         if (
@@ -262,12 +268,12 @@ def variables_are_propagated(context):
         if on_node is None:
             continue
         source = "" if name in context.launched or context.local else " (inferred)"
-        missing = sorted(key for key, value in on_head.items() if on_node.get(key) != value)
+        missing = not_propagated(on_node)
         if not missing:
-            yield ok(f"{len(on_head)} variable(s) propagated{source}", name)
+            yield ok(f"{num_compared} variable(s) propagated{source}", name)
             continue
         values = (
-            k if is_secret(k) else f"{k} (here {on_head[k]}, there {on_node.get(k, 'unset')})"
+            k if is_secret(k) else f"{k} (here {os.environ[k]}, there {on_node.get(k, 'unset')})"
             for k in missing
         )
         fix = {
