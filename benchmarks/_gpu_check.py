@@ -33,8 +33,8 @@ import _store
 import torch
 from all import end
 
-from mmldlm.observe.pages.elements import Column, definitions, element, section, table, to_html
-from mmldlm.observe.pages.page import render, write_page
+from mmldlm.observe.pages.elements import Column, definitions, element, section, table
+from mmldlm.observe.pages.page import titled_page, write_page
 from mmldlm.utils.atomic_files import write_json
 
 SIZES = ("quickstart", "small", "mmdit_300m", "mmdit_1b")
@@ -334,8 +334,7 @@ def write_reports(machine: Machine, results: dict[str, Result]) -> None:
     )
     sections = [part_section(name, result) for name, result in results.items()]
     told = definitions([(key, str(value)) for key, value in conditions.items()])
-    main = element("main", element("h1", "GPU check"), told, *sections, class_="report")
-    write_page(machine.out / "gpu_check.html", render("mmldlm: GPU check", to_html([main])))
+    write_page(machine.out / "gpu_check.html", titled_page("GPU check", [], [told, *sections]))
 
 
 def part_section(name: str, result: Result):

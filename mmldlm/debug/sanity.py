@@ -252,8 +252,7 @@ class SanityRunner:
             for name, module in engine.model.named_modules()
             if not module.training
         ]
-        if evaluating:
-            findings.failed("train_mode", f"in eval mode: {format_names(evaluating)}")
+        findings.failed_names("train_mode", "in eval mode", evaluating)
         findings.passed("train_mode", f"{sum(1 for _ in engine.model.modules())} modules")
         if torch.is_autocast_enabled(engine.device.type):
             findings.failed("precision", "autocast is on outside the forward pass")
@@ -270,18 +269,13 @@ class SanityRunner:
         changed = (
             checks.changed(weights, checks.checksums(engine.parameter_shards())) if first else []
         )
-        if changed:
-            findings.failed(
-                "in_place", f"forward or backward changed weights: {format_names(changed)}"
-            )
+        findings.failed_names("in_place", "forward or backward changed weights", changed)
         changed_inputs = [
             name for name, tensor in inputs.items() if tensor._version != versions[name]
         ]
-        if changed_inputs:
-            findings.failed(
-                "in_place",
-                f"forward or backward wrote into the batch: {format_names(changed_inputs)}",
-            )
+        findings.failed_names(
+            "in_place", "forward or backward wrote into the batch", changed_inputs
+        )
         findings.passed("in_place", "inputs and weights unchanged, no saved tensor overwritten")
         return float(loss.detach())
 
@@ -385,10 +379,8 @@ class SanityRunner:
         engine, findings = self.engine, self.findings
         names, parts = self._collector.names, self._collector.parts
         cut_off = [name for name in names if name not in self._connected]
-        if cut_off:
-            findings.failed(
-                "gradient_coverage", f"no gradient, cut off from the loss: {format_names(cut_off)}"
-            )
+        problem = "no gradient, cut off from the loss"
+        findings.failed_names("gradient_coverage", problem, cut_off)
         exempt = tuple(self._unused or ())
         zero = [
             part
@@ -396,11 +388,8 @@ class SanityRunner:
             if name in self._connected and part not in self._has_gradient
         ]
         unexpected = [part for part in zero if not part.startswith(exempt)]
-        if unexpected:
-            findings.failed(
-                "gradient_coverage",
-                f"a zero gradient in each of {len(self.steps)} steps: {format_names(unexpected)}",
-            )
+        problem = f"a zero gradient in each of {len(self.steps)} steps"
+        findings.failed_names("gradient_coverage", problem, unexpected)
         idle = f"; the mode and these batches do not use {format_names(zero)}" if zero else ""
         streams = " (a block's by streams)" if len(parts) > len(names) else ""
         findings.passed(
@@ -410,22 +399,17 @@ class SanityRunner:
         changed = checks.changed(start, checks.checksums(engine.parameter_shards()))
         used = {parts[part] for part in self._has_gradient}
         unchanged = [name for name in names if name in used and name not in changed]
-        if unchanged:
-            findings.failed(
-                "weights_update", f"a gradient, but an unchanged weight: {format_names(unchanged)}"
-            )
+        problem = "a gradient, but an unchanged weight"
+        findings.failed_names("weights_update", problem, unchanged)
         findings.passed("weights_update", f"{len(changed)} of {len(names)} tensors")
 
-        bad = nonfinite_tensors(engine)
-        if bad:
-            findings.failed("finite", "non-finite after the steps: " + format_names(list(bad)))
+        findings.failed_names("finite", "non-finite after the steps", nonfinite_tensors(engine))
         norms = [step["grad_norm"] for step in self.steps]
         findings.passed("finite", f"gradient norms {min(norms):.4g} to {max(norms):.4g}")
 
     def _check_frozen(self, before: dict) -> None:
         changed = checks.changed(before, checks.checksums(self.engine.frozen_shards()))
-        if changed:
-            self.findings.failed("frozen", f"changed during the steps: {format_names(changed)}")
+        self.findings.failed_names("frozen", "changed during the steps", changed)
         names = {name for name, _ in before}
         result = (
             f"{len(names)} frozen tensors, bitwise unchanged"

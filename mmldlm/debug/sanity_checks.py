@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -101,12 +101,8 @@ def check_dtypes(
     """
     expected = compute_dtype(config.training.dtype)
     wrong = [f"{name} ({str(dtype)[6:]})" for name, dtype in products.items() if dtype != expected]
-    if wrong:
-        findings.failed(
-            "precision",
-            f"not {str(expected)[6:]} although training.dtype={config.training.dtype}:"
-            f" {format_names(wrong)}",
-        )
+    problem = f"not {str(expected)[6:]} although training.dtype={config.training.dtype}"
+    findings.failed_names("precision", problem, wrong)
     states = engine.optimizer_state()
     for fragment in engine.parameter_shards():
         if fragment.owner.dtype != torch.float32:
@@ -351,6 +347,11 @@ class Findings:
         assert check in CHECKS
         self._failures[check][text] = None
 
+    def failed_names(self, check: str, problem: str, names: Collection[str]) -> None:
+        """Record a failure of all that has a problem; none if nothing has it."""
+        if names:
+            self.failed(check, f"{problem}: {format_names(names)}")
+
     def rows(self) -> list[Row]:
         """Return the table."""
         rows = []
@@ -368,7 +369,7 @@ class Findings:
         return rows
 
 
-def format_names(names: list[str]) -> str:
+def format_names(names: Collection[str]) -> str:
     """Join names: `a, b, c, d and 3 more`."""
     return join_some(names, MAX_LISTED)
 
@@ -378,8 +379,7 @@ def check_pinned(batches: list[Batch], device: torch.device, findings: Findings)
     if device.type == "cuda":
         tensors = [item for batch in batches for item in batch.named_tensors().items()]
         unpinned = [name for name, tensor in tensors if tensor.numel() and not tensor.is_pinned()]
-        if unpinned:
-            findings.failed("batches", f"not in pinned memory: {format_names(unpinned)}")
+        findings.failed_names("batches", "not in pinned memory", unpinned)
 
 
 def check_batch(

@@ -1,3 +1,1 @@
-"""Evaluation: during training (validation) and of a finished model (conditioning gain,
-retrieval).
-"""
+"""Measure finished models: the gain of conditioning, retrieval, images and captions, STS."""

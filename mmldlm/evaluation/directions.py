@@ -14,7 +14,7 @@ from torch import nn
 from mmldlm.evaluation import metrics
 from mmldlm.evaluation.nelbo import Likelihood, measure
 from mmldlm.evaluation.sentences import Log, Sentences, batch_budget
-from mmldlm.evaluation.settings import GainSettings
+from mmldlm.evaluation.settings import GainSettings, ImageSettings
 from mmldlm.evaluation.statistics import Estimate, mean, proportion, ratio
 from mmldlm.sampling.latents import sample_latents, steps_given_text
 from mmldlm.sampling.records import TextSamples
@@ -23,27 +23,22 @@ from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.settings import options_of
 
 NATS = "nats/token"
-# Names of the conditions in reports (JSON keys such as nelbo_right).
-# Of GainSettings, passed on to a task that reads them.
+# Names of nelbo.CONDITIONS in reports (JSON keys such as nelbo_right).
 _REPORT_NAMES = {"matched": "right", "shuffled": "shuffled", "null": "null"}
 
 
 @dataclass
-class DirectionResult:
-    """The measurements of one model in one direction.
+class TextResult:
+    """The texts that a model wrote from latents, and its likelihood of the right ones.
 
     Attributes:
         estimates: Estimates by name.
-        written: Token ids of the sampled texts (l2t).
-        f1: [N] token F1 of these texts (l2t).
-        latents: Sampled latents (t2l).
-        costs: Costs of the sampled texts, as entries of the report's conditions.
+        written: Token ids of the written texts.
+        costs: Costs of these texts, as entries of the report's conditions.
     """
 
-    estimates: dict[str, Estimate] = field(default_factory=dict)
-    written: list[list[int]] = field(default_factory=list)
-    f1: np.ndarray | None = None
-    latents: np.ndarray | None = None
+    estimates: dict[str, Estimate]
+    written: list[list[int]]
     costs: dict[str, float | None] = field(default_factory=dict)
 
 
@@ -53,7 +48,7 @@ def measure_l2t(
     sentences: Sentences,
     settings: GainSettings,
     log: Log,
-) -> DirectionResult:
+) -> TextResult:
     """Measure NELBO, lengths and sampled texts of one model.
 
     A sampled text depends on its latent only. The shuffled condition therefore reuses the text
@@ -62,31 +57,24 @@ def measure_l2t(
     latents, shuffled_index = torch.from_numpy(sentences.latents), sentences.shuffled_index
     task, arm = pretrained.task, replace(pretrained, model=model)
     likelihood = measure_likelihood(arm, sentences, latents, settings, log)
-    result = DirectionResult(likelihood_estimates(likelihood))
+    estimates = likelihood_estimates(likelihood)
     sampler, steps = settings.sampler or task.samplers["l2t"][0], ""
     options = writing_options(arm, settings, sampler)
     if "num_steps" in options:
         steps = f" in {settings.num_steps} {sampler} steps"
     # Writing takes longer, and may be interrupted: what is measured is said before.
     progress = log(
-        f"{_describe_gain(result.estimates)}; writing {len(sentences)} texts from their"
-        f" embeddings{steps}"
+        f"{_describe_gain(estimates)}; writing {len(sentences)} texts from their embeddings{steps}"
     )
     samples = task.write_texts(
         arm, latents, sampler=sampler, seed=settings.seed, progress=progress, **options
     )
-    result.estimates |= text_estimates(
+    estimates |= text_estimates(
         samples, sentences.tokens, shuffled_index, likelihood.num_tokens, settings.seed
     )
     flops = task.writing_flops(model.config, samples)
-    result.costs = text_costs(samples) | {
-        "gflops_per_text": flops and flops / len(sentences) / 1e9
-    }
-    result.written, result.f1 = (
-        samples.tokens,
-        metrics.token_f1(samples.tokens, sentences.tokens),
-    )
-    return result
+    costs = text_costs(samples) | {"gflops_per_text": flops and flops / len(sentences) / 1e9}
+    return TextResult(estimates, samples.tokens, costs)
 
 
 def _describe_gain(estimates: dict[str, Estimate]) -> str:
@@ -143,18 +131,16 @@ def measure_likelihood(
     pretrained: Pretrained,
     sentences: Sentences,
     latents: torch.Tensor | None,
-    settings: GainSettings,
+    settings: GainSettings | ImageSettings,
     log: Log,
 ) -> Likelihood:
     """Score the sentences under each latent of `CONDITIONS`; without latents, under the null
     condition alone.
     """
-    task, conditions = (
-        pretrained.task,
-        "" if latents is None else ", right / shuffled / null latent",
-    )
+    task = pretrained.task
     draws = 1 if task.exact_likelihood else settings.num_draws
     what = "exact NLL" if task.exact_likelihood else "NELBO"
+    conditions = "" if latents is None else ", right / shuffled / null latent"
     progress = log(f"{what} of {len(sentences)} texts, {draws} draws{conditions}")
     return measure(
         pretrained.model,
@@ -179,20 +165,18 @@ def likelihood_estimates(likelihood: Likelihood) -> dict[str, Estimate]:
         for name, values in nelbo.items()
     }
     if "matched" in nelbo:
+        difference = nelbo["shuffled"] - nelbo["matched"]
         result["gain_null"] = ratio(nelbo["null"] - nelbo["matched"], tokens, NATS)
-        result["gain_shuffled"] = ratio(nelbo["shuffled"] - nelbo["matched"], tokens, NATS)
+        result["gain_shuffled"] = ratio(difference, tokens, NATS)
+        # Not a quality measure: shows whether the model reads its latent at all, so that a gain of
+        # 0 is meaningful.
+        result["latent_sensitivity"] = mean(np.abs(difference) / tokens, NATS)
     for name, correct in likelihood.correct.items():
         result[f"token_accuracy_{_REPORT_NAMES[name]}"] = ratio(
             correct, likelihood.masked, "share of masked"
         )
     for name, nll in likelihood.length_nll.items():
         result[f"length_nll_{_REPORT_NAMES[name]}"] = mean(nll, "nats/text")
-    # Not a quality measure: shows whether the model reads its latent at all, so that a gain of 0
-    # is meaningful.
-    if "matched" in nelbo:
-        result["latent_sensitivity"] = mean(
-            np.abs(nelbo["shuffled"] - nelbo["matched"]) / tokens, NATS
-        )
     return result
 
 
@@ -209,10 +193,8 @@ def text_estimates(
     `text_arms` compares strings.
     """
     shuffled = [samples.tokens[other] for other in shuffled_index]
-    f1, shuffled_f1 = (
-        metrics.token_f1(samples.tokens, references),
-        metrics.token_f1(shuffled, references),
-    )
+    f1 = metrics.token_f1(samples.tokens, references)
+    shuffled_f1 = metrics.token_f1(shuffled, references)
     lengths = samples.lengths.numpy()
     return {
         "f1_right": mean(f1, "points", 100),
@@ -236,7 +218,7 @@ def measure_t2l(
     gallery: np.ndarray,
     settings: GainSettings,
     log: Log,
-) -> DirectionResult:
+) -> dict[str, Estimate]:
     """Compare latents sampled from text with the encoder's.
 
     Args:
@@ -258,7 +240,7 @@ def measure_t2l(
         progress=progress,
         **batch_budget(model, settings.batch_size),
     ).numpy()
-    return DirectionResult(latent_estimates(latents, sentences, gallery), latents=latents)
+    return latent_estimates(latents, sentences, gallery)
 
 
 def latent_estimates(

@@ -5,9 +5,9 @@ latent.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,7 +18,6 @@ from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.evaluation import metrics
 from mmldlm.evaluation.directions import (
-    DirectionResult,
     chance_baselines,
     likelihood_estimates,
     measure_l2t,
@@ -29,7 +28,7 @@ from mmldlm.evaluation.directions import (
     writing_options,
 )
 from mmldlm.evaluation.gain_report import EvaluationReport
-from mmldlm.evaluation.sentences import Log, Sentences, choose_sentences
+from mmldlm.evaluation.sentences import Log, Sentences, choose_sentences, prefixed, spread
 from mmldlm.evaluation.settings import GainSettings
 from mmldlm.evaluation.statistics import Estimate, mean, paired_bootstrap
 from mmldlm.evaluation.texts import (
@@ -39,6 +38,7 @@ from mmldlm.evaluation.texts import (
     differences,
     measure_set,
     measure_text_arms,
+    written_records,
 )
 from mmldlm.inference.inputs import (
     encode_texts,
@@ -73,6 +73,21 @@ def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> nn.Mod
     return fresh.to(device).eval()
 
 
+def untrained_controls(model: nn.Module, seed: int) -> Iterator[tuple[str, nn.Module]]:
+    """Yield name and model of both controls (`untrained_control`)."""
+    yield "untrained", untrained_control(model, seed, random_gates=False)
+    yield "untrained_random_gates", untrained_control(model, seed, random_gates=True)
+
+
+class Subject(NamedTuple):
+    """The model or an untrained control, the sentences that it is measured on, and its log."""
+
+    name: str
+    model: nn.Module
+    sentences: Sentences
+    log: Log
+
+
 def evaluate(
     pretrained: Pretrained, store: Store, settings: GainSettings | None = None, log: Log = print
 ) -> EvaluationReport:
@@ -83,7 +98,7 @@ def evaluate(
         pretrained: Model, tokenizer and settings.
         store: Validation split that was not used in training.
         settings: Extent and options.
-        log: See `suite.Log`.
+        log: See `sentences.Log`.
 
     Raises:
         UserError: the store does not match the model.
@@ -91,93 +106,68 @@ def evaluate(
     """
     settings = settings or GainSettings()
     started = time.perf_counter()
-    model = pretrained.model
     pretrained.check_guidance(settings.guidance)
     judge = _open_judge(pretrained, settings)
-    sentences = choose_sentences(store, model, settings.num_samples, settings.seed)
-    control_sentences = sentences.first(
-        min(settings.control_samples, len(sentences)), settings.seed
-    )
-    controls = {
-        "untrained": untrained_control(model, settings.seed, random_gates=False),
-        "untrained_random_gates": untrained_control(model, settings.seed, random_gates=True),
-    }
-    arms: dict[str, dict[str, Any]] = {"model": {}, **{name: {} for name in controls}}
-    examples: list[dict[str, Any]] = []
-    notes, texts = _notes(pretrained), TextArms()
+    sentences = choose_sentences(store, pretrained.model, settings.num_samples, settings.seed)
+    few = sentences.first(min(settings.control_samples, len(sentences)), settings.seed)
+    subjects = [Subject("model", pretrained.model, sentences, log)]
+    for name, control in untrained_controls(pretrained.model, settings.seed):
+        subjects.append(Subject(name, control, few, prefixed(log, name)))
+    arms: dict[str, dict[str, Estimate]] = {subject.name: {} for subject in subjects}
+    notes, texts, examples = _notes(pretrained), TextArms(), []
     if not pretrained.reads_latents:
-        for name, module in {"model": model, **controls}.items():
-            arm, own = (
-                replace(pretrained, model=module),
-                sentences if name == "model" else control_sentences,
-            )
-            found = measure_likelihood(
-                arm, own, None, settings, log if name == "model" else _prefixed(log, name)
-            )
-            arms[name].update(likelihood_estimates(found))
+        for name, model, own, say in subjects:
+            arm = replace(pretrained, model=model)
+            arms[name] |= likelihood_estimates(measure_likelihood(arm, own, None, settings, say))
         made = write_unconditionally(pretrained, len(sentences), settings, log)
         texts = measure_set(pretrained, sentences, made.tokens)
         texts.conditions |= text_costs(made)
     elif pretrained.supports("l2t"):
-        written = measure_l2t(pretrained, model, sentences, settings, log)
-        arms["model"].update(written.estimates)
-        texts = measure_text_arms(
-            pretrained, store, sentences, written.written, settings.seed, log
-        )
-        texts.conditions |= written.costs
-        searched = None
+        found = measure_l2t(pretrained, pretrained.model, sentences, settings, log)
+        arms["model"] |= found.estimates
+        texts = measure_text_arms(pretrained, store, sentences, found.written, settings.seed, log)
+        texts.conditions |= found.costs
+        written, searched = [(subjects[0], found.written)], None
         if judge is not None:
             searched = add_search(
-                texts, pretrained, sentences, written.written, judge, settings, log
+                texts, pretrained, sentences, found.written, judge, settings, log
             )
-        examples = example_records(
-            pretrained, sentences, written, searched and decode(pretrained, searched)
-        )
-        results = [("model", written.written, sentences)]
-        results += [(SEARCH, searched, sentences)] if searched else []
-        for name, control in controls.items():
-            result = measure_l2t(
-                pretrained, control, control_sentences, settings, _prefixed(log, name)
+            search = Subject(SEARCH, pretrained.model, sentences, prefixed(log, SEARCH))
+            written.append((search, searched))
+        examples = example_records(pretrained, sentences, found.written, searched)
+        for control in subjects[1:]:
+            found = measure_l2t(
+                pretrained, control.model, control.sentences, settings, control.log
             )
-            arms[name].update(result.estimates)
-            results.append((name, result.written, control_sentences))
-        notes += _add_reencoding(pretrained, arms, results, log)
+            arms[control.name] |= found.estimates
+            written.append((control, found.written))
+        notes += _add_reencoding(pretrained, arms, written)
     if "t2l" in pretrained.task.samplers and pretrained.supports("t2l"):
-        gallery = sentences.latents
-        arms["model"].update(
-            measure_t2l(pretrained, model, sentences, gallery, settings, log).estimates
-        )
-        arms["floors"] = chance_baselines(sentences, model)
-        for name, control in controls.items():
-            result = measure_t2l(
-                pretrained, control, control_sentences, gallery, settings, _prefixed(log, name)
-            )
-            arms[name].update(result.estimates)
+        for name, model, own, say in subjects:
+            arms[name] |= measure_t2l(pretrained, model, own, sentences.latents, settings, say)
+        arms["floors"] = chance_baselines(sentences, pretrained.model)
+    for name, estimates in texts.arms.items():
+        arms.setdefault(name, {}).update(estimates)
     conditions = _conditions(pretrained, store, sentences, settings) | {
-        "num_control_sentences": len(control_sentences),
+        "num_control_sentences": len(few),
         "seconds": round(time.perf_counter() - started, 1),
         "notes": notes + texts.notes,
     }
-    for name, estimates in texts.arms.items():
-        arms.setdefault(name, {}).update(estimates)
     return EvaluationReport(conditions | texts.conditions, arms, examples, texts.differences)
 
 
 def _add_reencoding(
     pretrained: Pretrained,
-    arms: dict[str, dict[str, Any]],
-    results: list[tuple[str, list[list[int]], Sentences]],
-    log: Log,
+    arms: dict[str, dict[str, Estimate]],
+    written: list[tuple[Subject, list[list[int]]]],
 ) -> list[str]:
     """Embed every arm's texts again; return a note with the reason if the encoder is not
     available.
     """
     try:
-        for name, written, sentences in results:
-            say = log if name == "model" else _prefixed(log, name)
-            arms.setdefault(name, {}).update(
-                reencoded_estimates(pretrained, written, sentences, say)
-            )
+        for (name, _, sentences, log), texts in written:
+            estimates = reencoded_estimates(pretrained, texts, sentences, log)
+            arms.setdefault(name, {}).update(estimates)
     except (UserError, ImportError, OSError) as error:
         return [f"written texts are not embedded again: {reason_without_encoder(error)}"]
     return []
@@ -232,22 +222,14 @@ def _latent_steps(pretrained: Pretrained, settings: GainSettings) -> int | None:
     return settings.latent_steps or steps_given_text(pretrained.latent_diffusion)
 
 
-def _prefixed(log: Log, name: str) -> Log:
-    """Return a log that names the model."""
-    return lambda line: log(f"{name.replace('_', ' ')}: {line}")
-
-
 def _notes(pretrained: Pretrained) -> list[str]:
     """Return the limits that the model's training sets to the measurements."""
-    notes = []
     if not pretrained.reads_latents:
         return [
-            *notes,
-            (
-                "the model reads no latents: only its likelihood and texts without a condition are"
-                " measured"
-            ),
+            "the model reads no latents: only its likelihood and texts without a condition are"
+            " measured"
         ]
+    notes = []
     if not pretrained.supports("l2t"):
         notes.append(
             "the model was not trained in mode l2t: text from embeddings is not evaluated"
@@ -267,30 +249,26 @@ def _notes(pretrained: Pretrained) -> list[str]:
 def example_records(
     pretrained: Pretrained,
     sentences: Sentences,
-    result: DirectionResult,
-    searched: list[str] | None = None,
+    written: list[list[int]],
+    searched: list[list[int]] | None = None,
     count: int = 10,
-) -> list[dict]:
-    """Return sentences and sampled texts, spread evenly over the draw and not selected by quality.
+) -> list[dict[str, Any]]:
+    """Return sentences and written texts, spread evenly over the draw and not selected by quality.
 
     Args:
+        written: N lists of ids.
         searched: N texts that a search found, if there was one.
     """
-    rows = np.unique(
-        np.linspace(0, len(sentences) - 1, min(count, len(sentences))).astype(int)
-    ).tolist()
-    written = pretrained.tokenizer.batch_decode(
-        [result.written[row] for row in rows], skip_special_tokens=True
-    )
-    return [
-        {
-            "sentence": sentences.texts[row],
-            "written": text,
-            "set_f1": round(float(result.f1[row]), 3),
-        }
-        | ({} if searched is None else {"searched": searched[row]})
-        for row, text in zip(rows, written)
+    rows = spread(len(sentences), count)
+    records = [
+        {"sentence": sentences.texts[row], **record}
+        for row, record in zip(rows, written_records(pretrained, sentences, written, rows))
     ]
+    if searched is not None:
+        texts = decode(pretrained, [searched[row] for row in rows])
+        for record, text in zip(records, texts):
+            record["searched"] = text
+    return records
 
 
 def reencoded_estimates(
@@ -309,10 +287,7 @@ def reencoded_estimates(
         UserError, ImportError, OSError: as `encode_texts`, if the encoder is not available.
     """
     encoder_identity(pretrained)  # before the line of progress
-    texts = [
-        text.strip()
-        for text in pretrained.tokenizer.batch_decode(written, skip_special_tokens=True)
-    ]
+    texts = decode(pretrained, written)
     count = pretrained.model.config.num_latents
     rows = [
         row for row, text in enumerate(texts) if text and split_into_parts(text, count) is not None
@@ -363,7 +338,7 @@ def add_search(
     cosine = {"judge_cosine": mean(texts.cosine, "cosine")}
     found.arms[SEARCH] = scorer.estimates(scores) | cosine
     found.arms.setdefault("model", {})["judge_cosine"] = mean(cosine_before, "cosine")
-    change = differences(scores[0], before[0], settings.seed)
+    change = differences(scores, before, settings.seed)
     change["judge_cosine"] = paired_bootstrap(
         texts.cosine, cosine_before, settings.seed, unit="cosine"
     )

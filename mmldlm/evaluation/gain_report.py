@@ -7,17 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rich.table import Table
+
 from mmldlm.evaluation.report import (
     MIN_GAIN,
     FigureTable,
     Report,
     Row,
+    arm_details,
     cell,
     claim,
     claims_section,
     conditions_section,
     gain_verdict,
-    html_page,
     measured_rows,
     note_elements,
     print_claims,
@@ -25,6 +27,7 @@ from mmldlm.evaluation.report import (
 from mmldlm.evaluation.statistics import Difference, Estimate
 from mmldlm.evaluation.text_report import ERRORS, OVERLAP_ROWS, Arms, show_texts, text_sections
 from mmldlm.observe.pages.elements import Column, Element, element, section, table
+from mmldlm.observe.pages.page import titled_page
 from mmldlm.observe.pages.svg import Interval, interval_plot
 from mmldlm.utils.screen import open_console
 
@@ -276,22 +279,20 @@ class EvaluationReport(Report):
     @property
     def claims(self) -> list[dict[str, Any]]:
         """The claims that apply to this model's modes."""
-        model, untrained = self.arms["model"], self.arms["untrained"]
-        claims = []
-        if "gain_null" in model:
-            claims.append(claim("l2t_gain_null_nats", model["gain_null"].value, ">=", MIN_GAIN))
-            claims.append(claim("l2t_f1_gap_points", model["f1_gap"].value, ">=", 15.0))
-        if "recall_at_1" in model:
-            claims.append(claim("t2l_recall_at_1", model["recall_at_1"].value, ">=", 0.3))
-        if "gain_null" in untrained:
-            claims.append(
-                claim(
-                    "untrained_gain_in_standard_errors",
-                    untrained["gain_null"].in_standard_errors,
-                    "<=",
-                    2.0,
-                )
-            )
+        bounds = (
+            ("gain_null", "l2t_gain_null_nats", MIN_GAIN),
+            ("f1_gap", "l2t_f1_gap_points", 15.0),
+            ("recall_at_1", "t2l_recall_at_1", 0.3),
+        )
+        model, control = self.arms["model"], self.arms["untrained"].get("gain_null")
+        claims = [
+            claim(name, model[key].value, ">=", bound)
+            for key, name, bound in bounds
+            if key in model
+        ]
+        if control is not None:
+            sigmas = control.in_standard_errors
+            claims.append(claim("untrained_gain_in_standard_errors", sigmas, "<=", 2.0))
         return claims
 
     @property
@@ -337,10 +338,7 @@ class EvaluationReport(Report):
 
     def as_dict(self) -> dict[str, Any]:
         """Return {"conditions", "claims", "details"}, JSON-ready."""
-        details: dict[str, Any] = {
-            arm: {name: estimate.as_dict() for name, estimate in found.items()}
-            for arm, found in self.arms.items()
-        }
+        details = arm_details(self.arms)
         gates = self.arms["untrained_random_gates"]
         if "gain_shuffled" in gates:
             details["untrained_random_gates_gain_shuffled_in_standard_errors"] = gates[
@@ -370,7 +368,7 @@ class EvaluationReport(Report):
         if self.claims:
             caption = "Fixed bounds that the quickstart's model must meet."
             parts.append(claims_section(caption, self.claims, CLAIM_MEANINGS))
-        return html_page(title, self.verdict, [*parts, conditions_section(conditions)])
+        return titled_page(title, [self.verdict], [*parts, conditions_section(conditions)])
 
     def show(self, console=None) -> None:
         """Print the estimates, the claims and the examples."""
@@ -405,20 +403,13 @@ class EvaluationReport(Report):
             self._show_examples(console)
 
     def _show_examples(self, console) -> None:
-        from rich.table import Table
-
         table = Table(
             title="unseen sentences, and the texts that the model wrote from their embeddings",
             show_lines=True,
         )
-        columns = {
-            "sentence": "sentence",
-            "written": "written from its embedding",
-            "searched": "found by the search",
-        }
-        columns = {key: title for key, title in columns.items() if key in self.examples[0]}
-        for title in columns.values():
-            table.add_column(title, ratio=1, overflow="fold")
+        columns = {"sentence": "sentence", **_text_columns(self.examples)}
+        for heading in columns.values():
+            table.add_column(heading, ratio=1, overflow="fold")
         table.add_column("set-F1", justify="right")
         for example in self.examples:
             table.add_row(*(example[key] for key in columns), f"{100 * example['set_f1']:.0f}")
@@ -459,9 +450,14 @@ def _unit(estimate: Estimate) -> str:
     return estimate.unit.split(",")[0]
 
 
+def _text_columns(examples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return key and heading of the texts that examples have."""
+    headings = {"written": "written from its embedding", "searched": "found by the search"}
+    return {key: heading for key, heading in headings.items() if key in examples[0]}
+
+
 def _samples(examples: Sequence[Mapping[str, Any]]) -> Element:
-    texts = {"written": "written from its embedding", "searched": "found by the search"}
-    texts = {key: heading for key, heading in texts.items() if key in examples[0]}
+    texts = _text_columns(examples)
     rows = [
         (
             example["sentence"],

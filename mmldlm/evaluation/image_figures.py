@@ -16,8 +16,6 @@ from mmldlm.evaluation import metrics
 from mmldlm.evaluation.sentences import Sentences
 from mmldlm.evaluation.statistics import Estimate, mean, proportion, ratio
 
-_BLOCK = 512
-
 
 def as_vectors(images: np.ndarray) -> np.ndarray:
     """Return [N, S * S * C] fp32 pixels in -1 .. 1."""
@@ -88,16 +86,12 @@ def ranks(made: np.ndarray, gallery: Gallery) -> np.ndarray:
         made: [Q, S, S, C] uint8; the q-th was made from the caption of the q-th image of the
             gallery.
     """
-    queries, keys = (
-        metrics.normalize(gallery.centered(images)) for images in (made, gallery.images)
+    return metrics.ranks(
+        gallery.centered(made),
+        gallery.centered(gallery.images),
+        np.arange(len(made)),
+        gallery.groups,
     )
-    result = np.empty(len(made), dtype=np.int64)
-    for start in range(0, len(made), _BLOCK):
-        similarity = queries[start : start + _BLOCK] @ keys.T
-        is_hit = gallery.groups[start : start + len(similarity), None] == gallery.groups[None]
-        best = np.where(is_hit, similarity, -np.inf).max(1, keepdims=True)
-        result[start : start + len(similarity)] = ((similarity >= best - 1e-12) & ~is_hit).sum(1)
-    return result
 
 
 def seam_ratio(images: np.ndarray, patch: int) -> Estimate:
@@ -112,10 +106,8 @@ def seam_ratio(images: np.ndarray, patch: int) -> Estimate:
         is_border = np.arange(1, pixels.shape[axis]) % patch == 0
         across += steps[:, is_border].sum(1)
         inside += steps[:, ~is_border].sum(1)
-        num_across, num_inside = (
-            num_across + int(is_border.sum()),
-            num_inside + int((~is_border).sum()),
-        )
+        num_across += int(is_border.sum())
+        num_inside += int((~is_border).sum())
     return ratio(across / max(num_across, 1), inside / max(num_inside, 1), "across / inside")
 
 
@@ -188,18 +180,16 @@ _BLOCK_BYTES = 1 << 27
 
 
 class TrainingImages:
-    """Reads the training split as pixels.
+    """Reads the training split as pixels, of `limit` images or little more, spread evenly over it.
 
     Args:
         store: Store of images, any split.
         codec: Codec of its latents.
-        limit: Approximate number of images to read, spread evenly (default: MAX_COMPARED, or
-            MAX_DECODED).
     """
 
-    def __init__(self, store: Store, codec: ImageCodec, limit: int | None = None):
+    def __init__(self, store: Store, codec: ImageCodec):
         self.store = Store(store.root, "train")
-        self.limit = limit or (MAX_DECODED if codec.latents == "vae" else MAX_COMPARED)
+        self.limit = MAX_DECODED if codec.latents == "vae" else MAX_COMPARED
         self.codec = codec
 
     def blocks(self) -> Iterator[tuple[int, np.ndarray]]:
@@ -230,23 +220,21 @@ class TrainingImages:
             images: [N, S, S, C] uint8, unseen.
             groups: [N] of these, as in the store; None where it has none.
         """
-        found: dict[object, set] = {}
         own = group_ids(groups, images).tolist()
-        pixels = [image.tobytes() for image in images]
-        for group, picture, tokens in zip(own, pixels, sentences.tokens, strict=True):
-            names = found.setdefault(("group", group), set())
-            names.add(tuple(tokens))
-            found.setdefault(picture, names)
-        if groups is not None:
-            for group, original in zip(own, groups.tolist()):
-                found[("stored", original)] = found["group", group]
-        stored = self.store.groups
+        names: dict[int, set] = {group: set() for group in own}
+        # Of the pixels, or of the number of a group in the store.
+        group_of: dict[bytes | int, int] = {}
+        for row, group in enumerate(own):
+            names[group].add(tuple(sentences.tokens[row]))
+            group_of[images[row].tobytes()] = group
+            if groups is not None:
+                group_of[int(groups[row])] = group
+        stored = None if groups is None else self.store.groups
         for first, block in self.blocks():
             for row, image in enumerate(block, first):
-                keys: list[object] = [image.tobytes()]
-                if groups is not None and stored is not None:
-                    keys.append(("stored", int(stored[row])))
-                names = next((found[key] for key in keys if key in found), None)
-                if names is not None:
-                    names.add(tuple(self.captions(np.array([row]))[0]))
-        return [found["group", group] for group in own]
+                known = group_of.get(image.tobytes())
+                if known is None and stored is not None:
+                    known = group_of.get(int(stored[row]))
+                if known is not None:
+                    names[known].add(tuple(self.captions(np.array([row]))[0]))
+        return [names[group] for group in own]

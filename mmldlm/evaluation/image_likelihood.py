@@ -5,7 +5,7 @@ caption.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
@@ -55,42 +55,45 @@ def x0_errors(
         rows = np.arange(start, min(start + _ROWS, count))
         clean = model.scale_latents(torch.from_numpy(sentences.latents[rows]).to(device))
         noise = normals(seed, Stream.X0_ERROR, rows.tolist(), (draws, *shape)).to(device)
-        partners = sentences.shuffled_index[rows]
+        captions = _captions(model, sentences, rows)
         for t in TIMESTEPS:
             for draw in range(draws):
-                given = {
-                    "right": sentences.tokens_of(rows),
-                    "null": None,
-                    "shuffled": sentences.tokens_of(partners),
-                }
-                for arm, captions in given.items():
-                    error = _error(pretrained, captions, clean, noise[:, draw], t)
+                for arm in ARMS:
+                    error = _error(pretrained, captions[arm], clean, noise[:, draw], t)
                     found[t, arm][rows] += error.cpu().numpy() / draws
         if progress is not None:
-            progress(len(rows) + start, count)
+            progress(start + len(rows), count)
     return found
 
 
+def _captions(
+    model: nn.Module, sentences: Sentences, rows: np.ndarray
+) -> dict[str, TextInputs | None]:
+    """Return the captions of some images by arm of ARMS."""
+    config, device = model.config, device_of(model)
+
+    def padded(of_rows: np.ndarray) -> TextInputs:
+        texts = sentences.tokens_of(of_rows)
+        tokens, real = pad_texts(texts, config.eos_token_id, config.pad_token_id, device)
+        return TextInputs(tokens, attention_mask=real)
+
+    shuffled = padded(sentences.shuffled_index[rows])
+    return {"right": padded(rows), "null": None, "shuffled": shuffled}
+
+
+def _no_tokens(device: torch.device) -> TokenQuery:
+    return TokenQuery(torch.empty(0, dtype=torch.int64, device=device))
+
+
 def _error(
-    pretrained: Pretrained,
-    captions: Sequence[Sequence[int]] | None,
-    clean: Tensor,
-    noise: Tensor,
-    t: float,
+    pretrained: Pretrained, text: TextInputs | None, clean: Tensor, noise: Tensor, t: float
 ) -> Tensor:
     """Return the squared error [B] fp64 of the x0 estimate at one noise level."""
-    model, process = pretrained.model, pretrained.latent_diffusion
-    times = torch.full((len(clean),), t, dtype=torch.float64, device=clean.device)
+    process, device = pretrained.latent_diffusion, clean.device
+    times = torch.full((len(clean),), t, dtype=torch.float64, device=device)
     z = process.add_noise(clean, noise, times)
-    text = None
-    if captions is not None:
-        tokens, real = pad_texts(
-            captions, model.config.eos_token_id, model.config.pad_token_id, clean.device
-        )
-        text = TextInputs(tokens, attention_mask=real)
-    no_text = TokenQuery(torch.empty(0, dtype=torch.int64, device=clean.device))
-    prediction = model(text, LatentInputs(z, times.float()), no_text).latent.float()
-    x0 = process.to_x0(prediction, z, times)
+    output = pretrained.model(text, LatentInputs(z, times.float()), _no_tokens(device))
+    x0 = process.to_x0(output.latent.float(), z, times)
     return (x0 - clean).double().square().flatten(1).mean(1)
 
 
@@ -143,11 +146,7 @@ def code_bits(
         uniform = uniforms(seed, Stream.CODE_BITS, rows.tolist(), (draws, clean.shape[1] + 1)).to(
             device
         )
-        captions = {
-            "right": sentences.tokens_of(rows),
-            "null": None,
-            "shuffled": sentences.tokens_of(sentences.shuffled_index[rows]),
-        }
+        captions = _captions(model, sentences, rows)
         for draw in range(draws):
             level = (draw + uniform[:, 0, -1]) / draws
             for arm in ARMS:
@@ -163,11 +162,7 @@ def code_bits(
 
 
 def _nats(
-    model: nn.Module,
-    captions: Sequence[Sequence[int]] | None,
-    ids: Tensor,
-    level: Tensor,
-    uniform: Tensor,
+    model: nn.Module, text: TextInputs | None, ids: Tensor, level: Tensor, uniform: Tensor
 ) -> Tensor:
     """Return one draw of the NELBO of images [B] fp64, in nats.
 
@@ -176,25 +171,18 @@ def _nats(
         level: [B] in [0, 1), how many are masked.
         uniform: [B, L], which.
     """
-    config, device = model.config, ids.device
     everything = torch.ones_like(ids, dtype=torch.bool)
     noised, masked, share = MaskedDiffusion.corrupt_count(
-        ids, level, uniform, everything, config.num_codes
+        ids, level, uniform, everything, model.config.num_codes
     )
     positions = masked.flatten().nonzero()[:, 0]
     rows = positions // ids.shape[1]
     weights = (1 / share)[rows]
-    text = None
-    if captions is not None:
-        tokens, real = pad_texts(captions, config.eos_token_id, config.pad_token_id, device)
-        text = TextInputs(tokens, attention_mask=real)
-    no_text = TokenQuery(torch.empty(0, dtype=torch.int64, device=device))
     codes = TokenQuery(positions, ids.flatten()[positions], weights.float())
     latents = LatentInputs(noised[..., None], share.float())
-    nll = model(text, latents, no_text, latent_query=codes).latent.nll
-    return torch.zeros(len(ids), dtype=torch.float64, device=device).index_add_(
-        0, rows, nll.double() * weights
-    )
+    nll = model(text, latents, _no_tokens(ids.device), latent_query=codes).latent.nll
+    per_image = torch.zeros(len(ids), dtype=torch.float64, device=ids.device)
+    return per_image.index_add_(0, rows, nll.double() * weights)
 
 
 def bit_estimates(bits: dict[str, np.ndarray]) -> dict[str, Estimate]:

@@ -4,28 +4,30 @@ with pictures.
 
 from __future__ import annotations
 
-import base64
 import io
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE
+from rich.table import Table
 
 from mmldlm.evaluation.report import (
     FigureTable,
     Report,
     Row,
+    arm_details,
     claim,
     claims_section,
     conditions_section,
     gain_verdict,
-    html_page,
     measured_rows,
     note_elements,
     print_claims,
 )
 from mmldlm.evaluation.statistics import Estimate
-from mmldlm.observe.pages.elements import Column, Element, element, section, table
+from mmldlm.observe.pages.elements import Column, Element, picture, section, table
+from mmldlm.observe.pages.page import titled_page
 from mmldlm.utils.screen import open_console
 
 # The figures, in order.
@@ -307,15 +309,8 @@ class ImageReport(Report):
 
     def as_dict(self) -> dict[str, Any]:
         """Return {"conditions", "claims", "details"}, JSON-ready."""
-        details: dict[str, Any] = {
-            arm: {name: estimate.as_dict() for name, estimate in found.items()}
-            for arm, found in self.arms.items()
-        }
-        return {
-            "conditions": self.conditions,
-            "claims": self.claims,
-            "details": details | {"examples": self.examples},
-        }
+        details = arm_details(self.arms) | {"examples": self.examples}
+        return {"conditions": self.conditions, "claims": self.claims, "details": details}
 
     def page(self) -> str:
         """Return the report as a page for a browser, one file with its pictures inside."""
@@ -325,7 +320,7 @@ class ImageReport(Report):
         caption = "Fixed bounds of the quickstart for glyphs."
         parts = [*note_elements(conditions), self._picture_section(), *figures]
         parts += [claims_section(caption, self.claims, {}), conditions_section(conditions)]
-        return html_page(title, self.verdict, parts)
+        return titled_page(title, [self.verdict], parts)
 
     def _picture_section(self) -> Element:
         columns = [Column("caption", False), *(Column(name, False) for name in self.pictures)]
@@ -344,9 +339,6 @@ class ImageReport(Report):
 
     def show(self, console=None) -> None:
         """Print the figures, the claims and the examples."""
-        from rich.box import SIMPLE
-        from rich.table import Table
-
         console = console or open_console()
         for figures in self.tables():
             figures.show(console)
@@ -380,12 +372,9 @@ def _picture(image: np.ndarray, caption: str) -> Element:
     """Return an image [S, S, C] uint8 as an element with its bytes inside."""
     from PIL import Image
 
-    picture = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
-    factor = max(1, _SIDE // picture.width)
-    picture = picture.resize(
-        (picture.width * factor, picture.height * factor), Image.Resampling.NEAREST
-    )
+    shown = Image.fromarray(image[..., 0] if image.shape[-1] == 1 else image)
+    factor = max(1, _SIDE // shown.width)
+    shown = shown.resize((shown.width * factor, shown.height * factor), Image.Resampling.NEAREST)
     buffer = io.BytesIO()
-    picture.save(buffer, format="PNG")
-    source = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
-    return element("img", src=source, alt=caption, width=picture.width, height=picture.height)
+    shown.save(buffer, format="PNG")
+    return picture(buffer.getvalue(), caption, width=shown.width, height=shown.height)

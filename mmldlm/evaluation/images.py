@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +13,8 @@ from torch import nn
 
 from mmldlm.data.store import Store
 from mmldlm.evaluation import metrics
-from mmldlm.evaluation.directions import likelihood_estimates, measure_likelihood
-from mmldlm.evaluation.gain import untrained_control
+from mmldlm.evaluation.directions import TextResult, likelihood_estimates, measure_likelihood
+from mmldlm.evaluation.gain import untrained_controls
 from mmldlm.evaluation.image_figures import (
     Gallery,
     TrainingImages,
@@ -31,15 +31,24 @@ from mmldlm.evaluation.image_likelihood import (
 )
 from mmldlm.evaluation.image_report import ImageReport
 from mmldlm.evaluation.named_weights import NamedWeights
-from mmldlm.evaluation.sentences import Log, Sentences, batch_budget, choose_sentences
-from mmldlm.evaluation.settings import GainSettings, ImageSettings
+from mmldlm.evaluation.sentences import (
+    Log,
+    Sentences,
+    batch_budget,
+    choose_sentences,
+    prefixed,
+    spread,
+)
+from mmldlm.evaluation.settings import ImageSettings
 from mmldlm.evaluation.statistics import Estimate, mean, proportion
+from mmldlm.evaluation.texts import written_records
 from mmldlm.inference.images import codec_of, make_images, open_image_store, use_image_size
 from mmldlm.inference.options import IMAGE_STEPS, NUM_LENGTHS
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.formatting import count_noun
 
-Arms = dict[str, dict[str, Estimate]]
+Estimates = dict[str, Estimate]
+Arms = dict[str, Estimates]
 
 
 def evaluate_images(
@@ -57,7 +66,7 @@ def evaluate_images(
             another kind.
         MmldlmError: NaN predictions.
     """
-    started, task = time.perf_counter(), pretrained.task
+    started, task, model = time.perf_counter(), pretrained.task, pretrained.model
     settings = settings or ImageSettings()
     if settings.latent_steps is None:
         steps = IMAGE_STEPS if task.t2i_steps is None else task.t2i_steps
@@ -68,93 +77,59 @@ def evaluate_images(
     use_image_size(pretrained, data=root)
     codec = codec_of(pretrained)
     store = open_image_store(root, codec)
-    sentences = choose_sentences(store, pretrained.model, settings.num_samples, settings.seed)
+    sentences = choose_sentences(store, model, settings.num_samples, settings.seed)
     images = codec.decode(sentences.latents)
     weights.set_real(images, sentences)
     groups = None if store.groups is None else np.asarray(store.groups)[sentences.rows]
     training = TrainingImages(store, codec)
     gallery = Gallery(images, group_ids(groups, images, sentences.tokens), training.mean())
     names = training.names(images, groups, sentences)
-    arms: Arms = {"model": {}, "untrained": {}, "untrained_random_gates": {}}
     near_rows, near_distances = nearest(images, training.blocks())
-    captions = None
-    if pretrained.supports("l2t"):
-        captions = measure_i2t(pretrained, pretrained.model, sentences, names, settings, log)
-        arms["model"] |= captions.estimates
-        arms["nearest_training_image"] = floor_estimates(sentences, names, near_rows, training)
-    shown = examples(pretrained, sentences, captions)
+    arms: Arms = {"model": {}}
+    shown = spread(len(sentences), 24)
+    examples: list[dict[str, Any]] = [{"caption": sentences.texts[row]} for row in shown]
     pictures = {"real": images}
+    if pretrained.supports("l2t"):
+        captions = measure_i2t(pretrained, model, sentences, names, settings, log)
+        arms["model"] |= captions.estimates
+        arms["nearest_training_image"] = caption_estimates(
+            training.captions(near_rows), sentences, names
+        )
+        records = written_records(pretrained, sentences, captions.written, shown)
+        examples = [example | record for example, record in zip(examples, records)]
     if pretrained.supports("t2l"):
-        arms["model"] |= measure_x0(pretrained, pretrained.model, sentences, settings, log)
+        arms["model"] |= measure_x0(pretrained, model, sentences, settings, log)
         if pretrained.num_ids is not None:
             blocks = training.store.latent_blocks(training.limit)
             arms["code_frequencies"] = frequency_estimates(blocks, sentences, pretrained.num_ids)
-        for name, made in _make_pictures(pretrained, sentences, gallery, settings, log).items():
-            arms[name] = made.estimates | copy_estimates(
-                made.images, near_distances, sentences, training
+        scales = {"guidance_1": 1.0}
+        # The second one needs a trained null caption.
+        if pretrained.condition_dropout != 0 and settings.guidance != 1:
+            scales["guidance_2"] = settings.guidance
+        for name, scale in scales.items():
+            estimates, made = measure_t2i(
+                pretrained, model, sentences, gallery, settings, scale, log
             )
-            arms[name] |= weights.estimates(made.images)
-            pictures[
-                name.replace("_", " ")
-                if name == "guidance_1"
-                else f"guidance {settings.guidance:g}"
-            ] = made.images
-    _add_controls(arms, pretrained, sentences, gallery, names, settings, log)
+            copies = copy_estimates(made, near_distances, sentences, training)
+            arms[name] = estimates | copies | weights.estimates(made)
+            pictures[f"guidance {scale:g}"] = made
+    count = min(settings.control_samples, len(sentences))
+    few, first = sentences.first(count, settings.seed), gallery.first(count)
+    for name, control in untrained_controls(model, settings.seed):
+        say, arms[name] = prefixed(log, name), {}
+        if pretrained.supports("l2t"):
+            own = measure_i2t(pretrained, control, few, names[:count], settings, say)
+            arms[name] |= own.estimates
+        if pretrained.supports("t2l"):
+            arms[name] |= measure_x0(pretrained, control, few, settings, say)
+            arms[name] |= measure_t2i(pretrained, control, few, first, settings, 1.0, say)[0]
     conditions = _conditions(pretrained, store, sentences, gallery, settings) | {
         "seconds": round(time.perf_counter() - started, 1),
-        **weights.conditions(),
+        **weights.conditions,
         "notes": _notes(pretrained, store) + weights.notes(len(sentences)),
     }
-    own = [entry.pop("row") for entry in shown]
-    return ImageReport(
-        conditions, arms, shown, {name: found[own] for name, found in pictures.items()}
-    )
-
-
-def _make_pictures(
-    pretrained: Pretrained,
-    sentences: Sentences,
-    gallery: Gallery,
-    settings: ImageSettings,
-    log: Log,
-) -> dict[str, Pictures]:
-    """Return what was made at guidance 1 and, if a null caption was trained, at the second one."""
-    scales = {"guidance_1": 1.0}
-    if pretrained.condition_dropout != 0 and settings.guidance != 1:
-        scales["guidance_2"] = settings.guidance
-    return {
-        name: measure_t2i(pretrained, pretrained.model, sentences, gallery, settings, scale, log)
-        for name, scale in scales.items()
-    }
-
-
-def _add_controls(
-    arms: Arms,
-    pretrained: Pretrained,
-    sentences: Sentences,
-    gallery: Gallery,
-    names: list[set],
-    settings: ImageSettings,
-    log: Log,
-) -> None:
-    """Measure the untrained controls on the first of the images."""
-    count = min(settings.control_samples, len(sentences))
-    own, first = sentences.first(count, settings.seed), gallery.first(count)
-    for name, has_gates in (("untrained", False), ("untrained_random_gates", True)):
-        control = untrained_control(pretrained.model, settings.seed, random_gates=has_gates)
-
-        def say(line: str, name: str = name):
-            return log(f"{name.replace('_', ' ')}: {line}")
-
-        if pretrained.supports("l2t"):
-            arms[name] |= measure_i2t(
-                pretrained, control, own, names[:count], settings, say
-            ).estimates
-        if pretrained.supports("t2l"):
-            arms[name] |= measure_x0(pretrained, control, own, settings, say)
-            arms[name] |= measure_t2i(
-                pretrained, control, own, first, settings, 1.0, say
-            ).estimates
+    pictures = {name: found[shown] for name, found in pictures.items()}
+    return ImageReport(conditions, arms, examples, pictures)
 
 
 def _notes(pretrained: Pretrained, store: Store) -> list[str]:
@@ -221,24 +196,6 @@ def _conditions(
     }
 
 
-Estimates = dict[str, Estimate]
-
-
-@dataclass
-class Captions:
-    """The measurements of i2t.
-
-    Attributes:
-        estimates: Estimates by name.
-        written: Token ids of the captions.
-        f1: [N] set-F1 of their words.
-    """
-
-    estimates: Estimates = field(default_factory=dict)
-    written: list[list[int]] = field(default_factory=list)
-    f1: np.ndarray | None = None
-
-
 def measure_i2t(
     pretrained: Pretrained,
     model: nn.Module,
@@ -246,7 +203,7 @@ def measure_i2t(
     names: Sequence[set],
     settings: ImageSettings,
     log: Log,
-) -> Captions:
+) -> TextResult:
     """Measure NELBO and written captions.
 
     Args:
@@ -254,7 +211,7 @@ def measure_i2t(
             have.
     """
     arm, latents = replace(pretrained, model=model), torch.from_numpy(sentences.latents)
-    likelihood = measure_likelihood(arm, sentences, latents, _text_settings(settings), log)
+    likelihood = measure_likelihood(arm, sentences, latents, settings, log)
     progress = log(
         f"writing {count_noun(len(sentences), 'caption')} in {NUM_LENGTHS} lengths each"
     )
@@ -272,13 +229,7 @@ def measure_i2t(
     estimates = likelihood_estimates(likelihood) | caption_estimates(
         samples.tokens, sentences, names
     )
-    return Captions(estimates, samples.tokens, metrics.token_f1(samples.tokens, sentences.tokens))
-
-
-def _text_settings(settings: ImageSettings) -> GainSettings:
-    return GainSettings(
-        num_draws=settings.num_draws, seed=settings.seed, batch_size=settings.batch_size
-    )
+    return TextResult(estimates, samples.tokens)
 
 
 def caption_estimates(
@@ -288,42 +239,20 @@ def caption_estimates(
     other = [written[row] for row in sentences.shuffled_index]
     right, shuffled = (metrics.token_f1(texts, sentences.tokens) for texts in (written, other))
     lengths = np.array([len(text) for text in written]) == [len(text) for text in sentences.tokens]
+
+    def is_name(texts: list[list[int]]) -> np.ndarray:
+        return np.array([tuple(text) in known for text, known in zip(texts, names, strict=True)])
+
     return {
         "exact": proportion(metrics.exact_match(written, sentences.tokens), "share"),
         "exact_shuffled": proportion(metrics.exact_match(other, sentences.tokens), "share"),
-        "exact_up_to_pixels": proportion(_any_match(written, names), "share"),
-        "exact_up_to_pixels_shuffled": proportion(_any_match(other, names), "share"),
+        "exact_up_to_pixels": proportion(is_name(written), "share"),
+        "exact_up_to_pixels_shuffled": proportion(is_name(other), "share"),
         "f1_right": mean(right, "share"),
         "f1_shuffled": mean(shuffled, "share"),
         "f1_gap": mean(right - shuffled, "share"),
         "length_right": proportion(lengths, "share"),
     }
-
-
-def _any_match(written: list[list[int]], names: Sequence[set]) -> np.ndarray:
-    return np.array([tuple(text) in known for text, known in zip(written, names, strict=True)])
-
-
-def floor_estimates(
-    sentences: Sentences, names: Sequence[set], rows: np.ndarray, training: TrainingImages
-) -> Estimates:
-    """Score the caption of the nearest training image, by its row [N], instead of a
-    written one.
-    """
-    return caption_estimates(training.captions(rows), sentences, names)
-
-
-@dataclass
-class Pictures:
-    """The measurements of t2i at one guidance.
-
-    Attributes:
-        estimates: Estimates by name.
-        images: [N, S, S, C] uint8.
-    """
-
-    estimates: Estimates
-    images: np.ndarray
 
 
 def measure_t2i(
@@ -334,8 +263,10 @@ def measure_t2i(
     settings: ImageSettings,
     guidance: float,
     log: Log,
-) -> Pictures:
-    """Make an image of every caption and compare it with the real one."""
+) -> tuple[Estimates, np.ndarray]:
+    """Make an image of every caption and compare it with the real one; return the estimates and
+    the images [N, S, S, C] uint8.
+    """
     arm, codec = replace(pretrained, model=model), codec_of(pretrained)
     assert settings.latent_steps is not None
     words = f"{count_noun(len(sentences), 'image')} in {count_noun(settings.latent_steps, 'step')}"
@@ -349,7 +280,7 @@ def measure_t2i(
         **batch_budget(model, settings.batch_size),
     )
     patch = codec.patch if codec.grid is not None else None
-    return Pictures(picture_estimates(images, sentences.shuffled_index, gallery, patch), images)
+    return picture_estimates(images, sentences.shuffled_index, gallery, patch), images
 
 
 def measure_x0(
@@ -405,22 +336,3 @@ def copy_estimates(
         "identical_copies": proportion(distances < 1e-4, "share"),
         "nearest_training_f1_gap": mean(right - shuffled, "share"),
     }
-
-
-def examples(
-    pretrained: Pretrained, sentences: Sentences, captions: Captions | None, count: int = 24
-) -> list[dict[str, Any]]:
-    """Return rows and captions of some images, spread evenly over the draw and not chosen by
-    quality.
-    """
-    rows = np.unique(
-        np.linspace(0, len(sentences) - 1, min(count, len(sentences))).astype(int)
-    ).tolist()
-    found: list[dict[str, Any]] = [{"row": row, "caption": sentences.texts[row]} for row in rows]
-    if captions is not None and captions.f1 is not None:
-        texts = pretrained.tokenizer.batch_decode(
-            [captions.written[row] for row in rows], skip_special_tokens=True
-        )
-        for entry, text in zip(found, texts):
-            entry |= {"written": text, "set_f1": round(float(captions.f1[entry["row"]]), 3)}
-    return found

@@ -39,17 +39,19 @@ class Overlap:
         word_f1: [N] F1 of the multisets of words, 0 .. 1.
         exact_match: [N] bool.
         bleu: [N, 10] int64, of `bleu_counts`; None where sacrebleu was not wanted.
+        length_exact: [N] bool, the number of tokens is right; None: not known from strings.
     """
 
     word_set_f1: np.ndarray
     word_f1: np.ndarray
     exact_match: np.ndarray
     bleu: np.ndarray | None = None
+    length_exact: np.ndarray | None = None
 
     def rows(self, keep: np.ndarray) -> Overlap:
         """Return the scores of some rows: [N] bool or an index."""
-        bleu = None if self.bleu is None else self.bleu[keep]
-        return Overlap(self.word_set_f1[keep], self.word_f1[keep], self.exact_match[keep], bleu)
+        scores = {name: values for name, values in vars(self).items() if values is not None}
+        return Overlap(**{name: values[keep] for name, values in scores.items()})
 
     def estimates(self, seed: int = 0) -> dict[str, Estimate]:
         """Return every figure in points; the seed is that of corpus BLEU's bootstrap error."""
@@ -63,6 +65,8 @@ class Overlap:
         found["word_f1"] = mean(self.word_f1, POINTS, 100)
         found["word_set_f1"] = mean(self.word_set_f1, POINTS, 100)
         found["exact_match"] = mean(self.exact_match, POINTS, 100)
+        if self.length_exact is not None:
+            found["length_exact"] = mean(self.length_exact, POINTS, 100)
         return found
 
 
@@ -244,13 +248,8 @@ _PIECE_RESAMPLES = 200
 
 def token_f1(written: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> np.ndarray:
     """Return [N] F1 scores in 0 .. 1 between the sets of token ids of each pair (without EOS)."""
-    scores = np.zeros(len(written))
-    for i, (text, reference) in enumerate(zip(written, references)):
-        text, reference = set(text), set(reference)
-        common = len(text & reference)
-        if common:
-            scores[i] = 2 * common / (len(text) + len(reference))
-    return scores
+    pairs = zip(written, references)
+    return np.array([_f1(Counter(set(text)), Counter(set(other))) for text, other in pairs])
 
 
 def exact_match(
@@ -327,8 +326,14 @@ def pool_latents(latents: np.ndarray) -> np.ndarray:
     return latents if latents.ndim == 2 else latents.mean(1)
 
 
-def ranks(predictions: np.ndarray, gallery: np.ndarray, target_index: np.ndarray) -> np.ndarray:
-    """Return the 0-based rank of each query's target among the gallery by cosine, [Q] int64.
+def ranks(
+    predictions: np.ndarray,
+    gallery: np.ndarray,
+    target_index: np.ndarray,
+    groups: np.ndarray | None = None,
+) -> np.ndarray:
+    """Return how many vectors of other groups are as near to a query by cosine as the nearest of
+    its target's group, or nearer, [Q] int64.
 
     A tie counts against the query, so identical vectors retrieve nothing.
 
@@ -336,12 +341,15 @@ def ranks(predictions: np.ndarray, gallery: np.ndarray, target_index: np.ndarray
         predictions: [Q, D] queries.
         gallery: [N, D].
         target_index: [Q] rows of the gallery.
+        groups: [N]; without them each vector is a group of its own, and its rank is returned.
     """
+    groups = np.arange(len(gallery)) if groups is None else groups
     predictions, gallery = normalize(predictions), normalize(gallery)
     result = np.empty(len(predictions), dtype=np.int64)
     for start in range(0, len(predictions), _BLOCK):
         rows = slice(start, start + _BLOCK)
         similarity = predictions[rows] @ gallery.T
-        target = similarity[np.arange(len(similarity)), target_index[rows]]
-        result[rows] = (similarity >= target[:, None] - 1e-12).sum(1) - 1
+        is_hit = groups[target_index[rows], None] == groups[None]
+        best = np.where(is_hit, similarity, -np.inf).max(1, keepdims=True)
+        result[rows] = ((similarity >= best - 1e-12) & ~is_hit).sum(1)
     return result

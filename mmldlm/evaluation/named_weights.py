@@ -23,6 +23,7 @@ from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.counter_rng import Stream, generator
 from mmldlm.utils.formatting import first_line
 from mmldlm.utils.input_files import read_text
+from mmldlm.utils.settings import flags
 
 
 class NamedWeights:
@@ -35,15 +36,19 @@ class NamedWeights:
 
     Raises:
         UserError: files of other models, or a model that makes no images.
+
+    Attributes:
+        conditions: Names of the models, for the report.
     """
 
     def __init__(
         self, pretrained: Pretrained, clip: str | None, inception_weights: str | None, seed: int
     ) -> None:
-        self.clip, self.inception_weights, self.seed = clip, inception_weights, seed
-        given = {"--clip": clip, "--inception-weights": inception_weights}
-        names = ", ".join(name for name, value in given.items() if value is not None)
-        if names and not pretrained.supports("t2l"):
+        self.seed = seed
+        given = {"clip": clip, "inception_weights": inception_weights}
+        self.conditions = {key: value for key, value in given.items() if value is not None}
+        if self.conditions and not pretrained.supports("t2l"):
+            names = flags(self.conditions)
             raise UserError(
                 f"a model trained in mode t2i for {names}",
                 "one that makes no images",
@@ -84,11 +89,6 @@ class NamedWeights:
         if self.network is not None:
             found |= distance_estimates(self.network.features(made), self.real, self.seed)
         return found
-
-    def conditions(self) -> dict[str, Any]:
-        """Return the names of the models."""
-        given = {"clip": self.clip, "inception_weights": self.inception_weights}
-        return {key: value for key, value in given.items() if value is not None}
 
     def notes(self, count: int) -> list[str]:
         """Return what limits the figures of so many images."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import operator
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+from rich.box import SIMPLE
+from rich.table import Table
 
 from mmldlm.evaluation.statistics import Estimate
 from mmldlm.observe.pages.elements import (
@@ -18,9 +21,7 @@ from mmldlm.observe.pages.elements import (
     element,
     section,
     table,
-    to_html,
 )
-from mmldlm.observe.pages.page import render
 from mmldlm.utils import atomic_files
 
 MIN_GAIN = 0.5
@@ -69,9 +70,6 @@ class FigureTable:
 
     def show(self, console) -> None:
         """Print the table."""
-        from rich.box import SIMPLE
-        from rich.table import Table
-
         shown = Table(title=self.title, box=SIMPLE)
         shown.add_column("measure", overflow="fold")
         for heading, _ in self.columns:
@@ -181,27 +179,33 @@ def write_report(path: str | os.PathLike, report: dict[str, Any]) -> None:
 
 def print_claims(claims: list[dict[str, Any]], console) -> None:
     """Print claims as a table."""
-    from rich.table import Table
-
-    table = Table(title="claims")
-    for column in ("claim", "value", "bound", "holds"):
-        table.add_column(column, justify="left" if column == "claim" else "right")
+    table = text_table("claims", "claim", "value", "bound", "holds")
     for item in claims:
         bound = f"{item['op']} {item['bound']:g}"
         table.add_row(item["id"], f"{item['value']:.4g}", bound, "yes" if item["holds"] else "NO")
     console.print(table)
 
 
+def text_table(title: str, first: str, *numbers: str) -> Table:
+    """Return a table for the screen: a column of texts, and further ones of numbers."""
+    table = Table(title=title)
+    table.add_column(first)
+    for heading in numbers:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def arm_details(arms: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any]:
+    """Return the estimates of all arms, JSON-ready."""
+    return {
+        arm: {name: estimate.as_dict() for name, estimate in found.items()}
+        for arm, found in arms.items()
+    }
+
+
 def cell(estimate: Estimate | None, digits: int) -> str:
     """Return value +- standard error, "" without one."""
     return "" if estimate is None else f"{estimate.value:.{digits}f} +- {estimate.se:.{digits}f}"
-
-
-def html_page(title: str, verdict: str, parts: Iterable[Element]) -> str:
-    """Return a page of parts below a title and a verdict."""
-    header = element("header", element("h1", title), element("p", verdict))
-    main = element("main", header, *parts, class_="report")
-    return render(f"mmldlm: {title}", to_html([main]))
 
 
 def note_elements(conditions: Mapping[str, Any]) -> list[Element]:
@@ -213,23 +217,14 @@ def claims_section(
     caption: str, claims: Sequence[Mapping[str, Any]], meanings: Mapping[str, str]
 ) -> Element:
     """Return the table of claims; `meanings` has a sentence by id of a claim."""
-    rows = [
-        (
-            element(
-                "span",
-                item["id"],
-                *(meaning_element(meanings[key]) for key in (item["id"],) if key in meanings),
-            ),
-            f"{item['value']:.4g}",
-            f"{item['op']} {item['bound']:g}",
-            element(
-                "span",
-                "yes" if item["holds"] else "NO",
-                class_="holds" if item["holds"] else "fails",
-            ),
-        )
-        for item in claims
-    ]
+    rows = []
+    for item in claims:
+        name = element("span", item["id"])
+        if item["id"] in meanings:
+            name.append(meaning_element(meanings[item["id"]]))
+        word, style = ("yes", "holds") if item["holds"] else ("NO", "fails")
+        bound = f"{item['op']} {item['bound']:g}"
+        rows.append((name, f"{item['value']:.4g}", bound, element("span", word, class_=style)))
     columns = [Column("claim", False), Column("value"), Column("bound"), Column("holds")]
     return section("Claims", table(caption, columns, rows))
 

@@ -99,6 +99,17 @@ Log = Callable[[str], ProgressCallback | None]
 """
 
 
+def prefixed(log: Log, name: str) -> Log:
+    """Return a log whose lines name a model or control."""
+    return lambda line: log(f"{name.replace('_', ' ')}: {line}")
+
+
+def spread(total: int, count: int) -> list[int]:
+    """Return at most `count` rows that are spread evenly over `total`."""
+    rows = np.linspace(0, total - 1, min(count, total)).astype(np.int64)
+    return np.unique(rows).tolist()
+
+
 def batch_budget(model: nn.Module, batch_size: int | None) -> dict[str, int]:
     """Return `batch_tokens` of the samplers and the NELBO for batch_size texts of full length."""
     return {} if batch_size is None else {"batch_tokens": batch_size * model.config.max_seq_len}

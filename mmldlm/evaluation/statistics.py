@@ -96,7 +96,6 @@ def paired_bootstrap(
     seed: int = 0,
     statistic: Callable[[np.ndarray], float] = np.mean,
     unit: str = "",
-    draws: int = BOOTSTRAP_DRAWS,
 ) -> Difference:
     """Return statistic(first) - statistic(second), with the interval of the percentiles 2.5 and
     97.5.
@@ -112,8 +111,8 @@ def paired_bootstrap(
     """
     assert len(first) == len(second) > 1
     choose, count = generator(seed, Stream.PAIRED_BOOTSTRAP), len(first)
-    found = np.empty(draws)
-    for draw in range(draws):
+    found = np.empty(BOOTSTRAP_DRAWS)
+    for draw in range(BOOTSTRAP_DRAWS):
         rows = choose.integers(0, count, count)
         found[draw] = statistic(first[rows]) - statistic(second[rows])
     low, high = np.percentile(found, [2.5, 97.5])

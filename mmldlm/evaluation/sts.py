@@ -13,12 +13,13 @@ import numpy as np
 
 from mmldlm.errors import UserError
 from mmldlm.evaluation import metrics
-from mmldlm.evaluation.report import Report, conditions_section, html_page
+from mmldlm.evaluation.report import Report, conditions_section, text_table
 from mmldlm.evaluation.sentences import Log, batch_budget
 from mmldlm.evaluation.settings import StsSettings
 from mmldlm.evaluation.statistics import Difference, paired_bootstrap
 from mmldlm.inference.inputs import encode_texts, tokenize_texts
 from mmldlm.observe.pages.elements import Column, Element, element, section, table
+from mmldlm.observe.pages.page import titled_page
 from mmldlm.observe.pages.svg import Interval, interval_plot
 from mmldlm.sampling.latents import sample_latents, steps_given_text
 from mmldlm.tasks.text_task import Pretrained
@@ -283,20 +284,12 @@ class StsReport(Report):
         )
         title = f"STS Benchmark: {conditions['num_pairs']} pairs of {conditions['file']}"
         parts = [figures, section("Plot", plot), conditions_section(conditions)]
-        return html_page(title, self.verdict, parts)
+        return titled_page(title, [self.verdict], parts)
 
     def show(self, console=None) -> None:
         """Print the table."""
-        from rich.table import Table
-
-        table = Table(
-            title=(
-                f"{self.conditions['file']}: {self.conditions['num_pairs']} pairs, 95 % bootstrap"
-                " intervals"
-            )
-        )
-        for column in ("similarity", "Spearman", "Pearson"):
-            table.add_column(column, justify="left" if column == "similarity" else "right")
+        title = f"{self.conditions['file']}: {self.conditions['num_pairs']} pairs, 95 % bootstrap"
+        table = text_table(f"{title} intervals", "similarity", "Spearman", "Pearson")
         for name, row in self.rows.items():
             cells = [
                 f"{row[key]['value']:.3f} [{row[key]['ci95'][0]:.3f}, {row[key]['ci95'][1]:.3f}]"
@@ -312,9 +305,7 @@ class StsReport(Report):
                 f" {found.high:+.3f}]"
             )
         names = list(self.rows)
-        table = Table(title="Spearman by source of the pairs")
-        for column in ("source", "pairs", *names):
-            table.add_column(column, justify="left" if column == "source" else "right")
+        table = text_table("Spearman by source of the pairs", "source", "pairs", *names)
         for source, row in self.sources.items():
             table.add_row(
                 source, str(row["num_pairs"]), *(f"{row[name]['value']:.3f}" for name in names)

@@ -7,6 +7,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
 from mmldlm.evaluation.report import html_cell, label_element, measured_rows
 from mmldlm.evaluation.statistics import Difference, Estimate
 from mmldlm.observe.pages.elements import Column, Element, definitions, section, table
@@ -74,6 +77,10 @@ SET_LEGEND = {
 }
 
 
+_OVERLAP = (OVERLAP_ROWS, OVERLAP_COLUMNS, OVERLAP_LEGEND)
+_SET = (SET_ROWS, SET_COLUMNS, SET_LEGEND)
+
+
 def show_texts(arms: Arms, differences: Differences, conditions: dict, console) -> None:
     """Print what was measured of written strings; nothing if no text was written."""
     if "sentences" not in arms:
@@ -81,24 +88,27 @@ def show_texts(arms: Arms, differences: Differences, conditions: dict, console) 
     if "word_f1" in arms["model"]:
         count = arms["model"]["word_f1"].n
         title = f"texts written from {count} embeddings against their sentences, points +- SE"
-        _print(title, OVERLAP_ROWS, OVERLAP_COLUMNS, arms, OVERLAP_LEGEND, console)
+        _print(title, *_measured(arms, *_OVERLAP), arms, console)
         _print_known(differences, conditions, console)
         _print_search(arms, differences, conditions, console)
     count = arms["sentences"]["words_per_text"].n
     title = f"{count} written texts as a set, beside as many real sentences, +- SE"
-    _print(title, SET_ROWS, SET_COLUMNS, arms, SET_LEGEND, console)
+    _print(title, *_measured(arms, *_SET), arms, console)
+
+
+def _measured(
+    arms: Arms, rows: Sequence, columns: Sequence, legend: Mapping[str, str]
+) -> tuple[Sequence, Sequence, list[str]]:
+    """Return the rows and columns that have figures, and the words of the legend for them."""
+    rows = measured_rows(rows, arms.__contains__)
+    columns = [column for column in columns if any(column[0] in arms[name] for name, _ in rows)]
+    shown = {name for name, _ in rows} | {key for key, _, _ in columns}
+    return rows, columns, [words for name, words in legend.items() if name in shown]
 
 
 def _print(
-    title: str, rows: tuple, columns: tuple, arms: Arms, legend: dict[str, str], console
+    title: str, rows: Sequence, columns: Sequence, legend: list[str], arms: Arms, console
 ) -> None:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    rows = tuple(measured_rows(rows, arms.__contains__))
-    columns = tuple(
-        column for column in columns if any(column[0] in arms[name] for name, _ in rows)
-    )
     table = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, padding=(0, 0))
     table.add_column("", no_wrap=True)
     for _, heading, _ in columns:
@@ -108,10 +118,8 @@ def _print(
             label, *(_short_cell(arms[name].get(key), digits) for key, _, digits in columns)
         )
     console.print(table)
-    shown = {name for name, _ in rows} | {key for key, _, _ in columns}
-    for name, words in legend.items():
-        if name in shown:
-            console.print(words)
+    for words in legend:
+        console.print(words)
     console.print()
 
 
@@ -162,13 +170,10 @@ def _print_search(
     )
     interval = f"95 % interval of the difference [{change.low:+.3f}, {change.high:+.3f}]"
     console.print(f"of the model's text: {before:.3f}; {interval}")
-    for name, gflops, depth, calls in (
-        ("search", search["gflops"], search["depth"], search["judge_calls"]),
-        ("model", conditions.get("gflops_per_text"), int(conditions["most_passes"]), 0),
-    ):
+    for name, gflops, depth, calls in _costs(conditions):
         flops = "" if gflops is None else f"{gflops:.1f} GFLOP, "
         console.print(
-            f"cost of a text, {name}: {flops}{calls:.0f} texts judged, at most {depth} passes in"
+            f"cost of a text, {name}: {flops}{calls:.0f} texts judged, at most {depth:g} passes in"
             " sequence"
         )
     console.print()
@@ -197,22 +202,20 @@ def text_sections(
             f"Texts written from {count} embeddings against their sentences, in points of 100."
             f" {ERRORS}"
         )
-        found = _arms_table(arms, caption, OVERLAP_ROWS, OVERLAP_COLUMNS, OVERLAP_LEGEND)
+        found = _arms_table(*_measured(arms, *_OVERLAP), arms, caption)
         extra = [*_difference_tables(differences, conditions), *_search_costs(conditions)]
         parts.append(section("Written texts against their sentences", *found, *extra))
     if "sentences" in arms:
         caption = f"The same number of real sentences shows what to compare with. {ERRORS}"
-        found = _arms_table(arms, caption, SET_ROWS, SET_COLUMNS, SET_LEGEND)
+        found = _arms_table(*_measured(arms, *_SET), arms, caption)
         parts.append(section("Written texts as a set", *found))
     return parts
 
 
 def _arms_table(
-    arms: Arms, caption: str, rows: Sequence, columns: Sequence, legend: Mapping[str, str]
+    rows: Sequence, columns: Sequence, legend: list[str], arms: Arms, caption: str
 ) -> tuple[Element, Element]:
     """Return a table of arms by figures, and what both mean."""
-    rows = [(arm, label) for arm, label in rows if arm in arms]
-    columns = [column for column in columns if any(column[0] in arms[arm] for arm, _ in rows)]
     heads = [Column("", False), *(Column(heading.replace("\n", " ")) for _, heading, _ in columns)]
     cells = [
         (
@@ -221,8 +224,7 @@ def _arms_table(
         )
         for arm, label in rows
     ]
-    shown = {arm for arm, _ in rows} | {key for key, _, _ in columns}
-    words = [text.partition(": ")[::2] for name, text in legend.items() if name in shown]
+    words = [text.partition(": ")[::2] for text in legend]
     return table(caption, heads, cells), definitions(words)
 
 
@@ -250,18 +252,26 @@ def _difference_tables(differences: Differences, conditions: Mapping[str, Any]) 
     ]
 
 
+def _costs(conditions: Mapping[str, Any]) -> list[tuple[str, float | None, float, float]]:
+    """Return (name, GFLOP, passes in sequence at most, texts judged) of one text of the model,
+    and of a search.
+    """
+    search = conditions["search"]
+    return [
+        ("model", conditions.get("gflops_per_text"), conditions["most_passes"], 0),
+        ("search", search["gflops"], search["depth"], search["judge_calls"]),
+    ]
+
+
 def _search_costs(conditions: Mapping[str, Any]) -> list[Element]:
     """What the texts of a search cost beside the model's own, if there was one."""
     search = conditions.get("search")
     if search is None:
         return []
-    costs = (
-        ("model", conditions.get("gflops_per_text"), conditions["most_passes"], 0),
-        (f"search: {search['what']}", search["gflops"], search["depth"], search["judge_calls"]),
-    )
+    names = {"model": "model", "search": f"search: {search['what']}"}
     rows = [
-        (name, "" if gflops is None else f"{gflops:.1f}", f"{depth:g}", f"{calls:.0f}")
-        for name, gflops, depth, calls in costs
+        (names[name], "" if gflops is None else f"{gflops:.1f}", f"{depth:g}", f"{calls:.0f}")
+        for name, gflops, depth, calls in _costs(conditions)
     ]
     columns = [
         Column("texts of", False),

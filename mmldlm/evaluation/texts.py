@@ -5,7 +5,7 @@ known sentences.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import numpy as np
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.evaluation import metrics
-from mmldlm.evaluation.sentences import Log, Sentences
+from mmldlm.evaluation.sentences import Log, Sentences, spread
 from mmldlm.evaluation.statistics import Difference, Estimate, mean, paired_bootstrap
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.counter_rng import Stream, generator
@@ -47,6 +47,18 @@ def decode(pretrained: Pretrained, tokens: Sequence[Sequence[int]]) -> list[str]
     ]
 
 
+def written_records(
+    pretrained: Pretrained, sentences: Sentences, written: list[list[int]], rows: list[int]
+) -> list[dict[str, Any]]:
+    """Return the texts that were written for some sentences, with their set-F1, for a report."""
+    own = [written[row] for row in rows]
+    scores = metrics.token_f1(own, [sentences.tokens[row] for row in rows])
+    return [
+        {"written": text, "set_f1": round(float(score), 3)}
+        for text, score in zip(decode(pretrained, own), scores)
+    ]
+
+
 class Scorer:
     """Scores texts against the sentences, as the tokenizer writes these (vec2text decodes its
     references, too).
@@ -59,28 +71,19 @@ class Scorer:
     """
 
     def __init__(self, pretrained: Pretrained, sentences: Sentences, with_bleu: bool, seed: int):
-        self.pretrained, self.sentences, self.with_bleu, self.seed = (
-            pretrained,
-            sentences,
-            with_bleu,
-            seed,
-        )
+        self.pretrained, self.sentences = pretrained, sentences
+        self.with_bleu, self.seed = with_bleu, seed
         self.references = decode(pretrained, sentences.tokens)
         self.lengths = np.array([len(text) for text in sentences.tokens])
 
-    def overlap(self, tokens: Sequence[Sequence[int]]) -> tuple[metrics.Overlap, np.ndarray]:
-        """Score N texts of ids; also return [N] bool: the number of tokens is right."""
+    def overlap(self, tokens: Sequence[Sequence[int]]) -> metrics.Overlap:
+        """Score N texts of ids."""
         found = metrics.compare(decode(self.pretrained, tokens), self.references, self.with_bleu)
-        return found, np.array([len(text) for text in tokens]) == self.lengths
+        return replace(found, length_exact=np.array(list(map(len, tokens))) == self.lengths)
 
-    def estimates(
-        self, scores: tuple[metrics.Overlap, np.ndarray], keep: np.ndarray | None = None
-    ) -> dict:
-        """Return the figures of all rows, or of those where keep [N] is True."""
-        overlap, is_exact = scores
-        if keep is not None:
-            overlap, is_exact = overlap.rows(keep), is_exact[keep]
-        return overlap.estimates(self.seed) | {"length_exact": mean(is_exact, metrics.POINTS, 100)}
+    def estimates(self, scores: metrics.Overlap) -> dict[str, Estimate]:
+        """Return the figures of scores."""
+        return scores.estimates(self.seed)
 
 
 def measure_text_arms(
@@ -184,7 +187,7 @@ def _against_originals(
 def _add_nearest(
     found: TextArms,
     scorer: Scorer,
-    scores: tuple[metrics.Overlap, np.ndarray],
+    scores: metrics.Overlap,
     train: Store,
     neighbors: Neighbors,
 ) -> None:
@@ -201,12 +204,13 @@ def _add_nearest(
         "training_sentences_compared": neighbors.num_compared,
         "training_sentences": len(train),
     }
-    found.differences[f"model_minus_{name}"] = differences(scores[0], floor[0], scorer.seed)
+    found.differences[f"model_minus_{name}"] = differences(scores, floor, scorer.seed)
     if 2 <= keep.sum() < len(keep):
         rest = {cosine: mean(neighbors.cosines[keep], "cosine")}
-        found.arms["model" + _APART] = scorer.estimates(scores, keep)
-        found.arms[name + _APART] = scorer.estimates(floor, keep) | rest
-        apart = differences(scores[0].rows(keep), floor[0].rows(keep), scorer.seed)
+        scores, floor = scores.rows(keep), floor.rows(keep)
+        found.arms["model" + _APART] = scorer.estimates(scores)
+        found.arms[name + _APART] = scorer.estimates(floor) | rest
+        apart = differences(scores, floor, scorer.seed)
         found.differences[f"model_minus_{name}{_APART}"] = apart
 
 
@@ -291,10 +295,7 @@ def unigram_texts(train: Store, count: int, seed: int) -> tuple[list[list[int]],
     Lengths are drawn from those of training texts; the second text has their median length and
     holds each token once, which is the constant text of about the best set-F1.
     """
-    spread = np.unique(
-        np.linspace(0, len(train) - 1, min(len(train), MAX_COUNTED)).astype(np.int64)
-    )
-    tokens = train.get(spread).tokens
+    tokens = train.get(spread(len(train), MAX_COUNTED)).tokens
     frequency = np.bincount(np.concatenate(tokens))
     lengths = np.array([len(text) for text in tokens])
     draw = generator(seed, Stream.UNIGRAM_FLOOR)

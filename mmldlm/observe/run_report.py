@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections.abc import Iterable, Sequence
@@ -14,11 +13,11 @@ from mmldlm.observe.pages.elements import (
     Element,
     definitions,
     element,
+    picture,
     section,
     table,
-    to_html,
 )
-from mmldlm.observe.pages.page import render
+from mmldlm.observe.pages.page import titled_page
 from mmldlm.observe.pages.svg import Line, Mark, line_plot
 from mmldlm.observe.plots import Point, mean_window, means, smooth
 from mmldlm.observe.run_record import MOST_EVENTS, RunRecord, flat
@@ -41,17 +40,12 @@ Series = list[tuple[float, float]]
 def report_page(runs: Sequence[RunRecord]) -> str:
     """Return the page of one run, or of a run and another one to compare it with."""
     title = " and ".join(run.name for run in runs)
-    verdicts = [element("p", f"{run.name}: {verdict(run)}") for run in runs]
-    main = element(
-        "main",
-        element("header", element("h1", title), *verdicts),
-        _curves(runs),
-        _validation(runs),
-        *(part for run in runs for part in _parts_of_run(run, len(runs) > 1)),
-        *([_differences(*runs)] if len(runs) == 2 else []),
-        class_="report",
-    )
-    return render(f"mmldlm: {title}", to_html([main]))
+    parts = [_curves(runs), _validation(runs)]
+    for run in runs:
+        parts += _parts_of_run(run, len(runs) > 1)
+    if len(runs) == 2:
+        parts.append(_differences(*runs))
+    return titled_page(title, [f"{run.name}: {verdict(run)}" for run in runs], parts)
 
 
 def verdict(run: RunRecord) -> str:
@@ -201,17 +195,17 @@ def _samples(run: RunRecord, heading: str) -> Element:
         is_text = isinstance(made[0][1], str)
         what = "written" if is_text else "drawn, and the sample's own image to the right"
         rows = [
-            [f"step {step}", content if isinstance(content, str) else _picture(content, reference)]
+            [
+                f"step {step}",
+                content
+                if isinstance(content, str)
+                else picture(content, reference, class_="sample"),
+            ]
             for step, content in made
         ]
         columns = [Column("evaluation", False), Column(what, False)]
         tables.append(table(f"{kind}: {reference}", columns, rows))
     return section(heading, *tables)
-
-
-def _picture(png: bytes, text: str) -> Element:
-    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
-    return element("img", src=source, alt=text, class_="sample")
 
 
 def _events(run: RunRecord, heading: str) -> Element:

@@ -80,7 +80,7 @@ class StepTimer:
         """
         if epoch is not None and epoch != self._epoch:
             if self._epoch is not None:
-                self.reset_peak()
+                reset_peak_memory(self.device)
             self._epoch = epoch
         now = time.perf_counter()
         elapsed = max(now - self._last, 1e-9)
@@ -98,10 +98,6 @@ class StepTimer:
         }
         self._spent, self._last = dict.fromkeys(SECTIONS, 0.0), now
         return record
-
-    def reset_peak(self) -> None:
-        """Start a new measurement of the peak memory."""
-        reset_peak_memory(self.device)
 
 
 def peak_memory(device: torch.device) -> tuple[int, str]:

@@ -2,22 +2,22 @@
 
 A probe returns JSON values without an evaluation, and undoes its changes; but for `environment`
 it is defined next to the checks that read it. The agent exits at the end of its input, so that a
-dead head leaves no process behind. It imports neither torch nor pydantic, so that it starts in a
-fraction of a second.
+dead head leaves no process behind. It does not import torch, so that it starts in a fraction of a
+second.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, NoReturn
 
 from mmldlm.cluster.agent import serve
 from mmldlm.cluster.connections import close, connect, listen
@@ -118,37 +118,43 @@ def remove_probe_file(args: dict) -> None:
 
 
 def run(args: dict) -> list[dict]:
-    """Run args["commands"] ([{"command", "environment"}]) in parallel, for at most
-    args["seconds"].
-
-    A command that exceeds the limit is killed with its children.
-
-    Returns:
-        per command {"code", "output": its end}; after a timeout the code is None and "timeout" is
-        True.
+    """Run args["commands"] ([{"command", "environment"}]) in parallel (`run_command`), for at
+    most args["seconds"]; of each output, return the end.
     """
 
     def one(entry: dict) -> dict:
-        process = subprocess.Popen(
-            entry["command"],
-            env={**os.environ, **entry.get("environment", {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=args["seconds"])
-            return {"code": process.returncode, "output": output[-20000:]}
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            return {"code": None, "output": output[-20000:], "timeout": True}
+        result = run_command(entry["command"], entry.get("environment", {}), args["seconds"])
+        return {**result, "output": result["output"][-20000:]}
 
     with ThreadPoolExecutor(len(args["commands"])) as executor:
         return list(executor.map(one, args["commands"]))
+
+
+def run_command(command: list[str], environment: dict[str, str], seconds: float) -> dict[str, Any]:
+    """Run a command with further environment variables; return {"code", "output"}.
+
+    After `seconds` it is killed with its children; then the code is None and "timeout" is True.
+
+    Raises:
+        OSError: the program cannot be started.
+    """
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return {"code": None, "output": output, "timeout": True}
+    return {"code": process.returncode, "output": output}
 
 
 _ACTIONS = (
@@ -180,64 +186,56 @@ def run_with_timeout(
         jobs: Name -> (function without arguments and with a JSON value, time limit in seconds).
 
     Returns:
-        name -> {"value"} or {"error": one sentence}, with "seconds" and, after a timeout,
-        "timeout": True. A child that cannot be killed (uninterruptible sleep) is left behind
-        without waiting.
+        name -> {"value"} or {"error": one sentence}, after a timeout with "timeout": True. A child
+        that cannot be killed (uninterruptible sleep) is left behind without waiting.
     """
     started = time.monotonic()
-    # Read end -> (name, pid, deadline).
-    running: dict[int, tuple[str, int, float]] = {}
-    collected: dict[int, bytes] = {}
+    running: dict[Connection, tuple[str, int, float]] = {}
     answers: dict[str, dict[str, Any]] = {}
     for name, (function, seconds) in jobs.items():
-        read_end, write_end = os.pipe()
+        receiver, sender = Pipe(duplex=False)
         pid = os.fork()
         if pid == 0:
-            os.close(read_end)
-            _child(function, write_end)
-        os.close(write_end)
-        running[read_end] = (name, pid, started + seconds)
-        collected[read_end] = b""
+            _child(function, sender)
+        sender.close()
+        running[receiver] = (name, pid, started + seconds)
     while running:
-        wait = max(min(deadline for _, _, deadline in running.values()) - time.monotonic(), 0)
-        ready = select.select(list(running), [], [], wait)[0]
+        first_deadline = min(deadline for _, _, deadline in running.values())
+        ready = wait(list(running), max(first_deadline - time.monotonic(), 0))
         now = time.monotonic()
-        for end in list(running):
-            name, pid, deadline = running[end]
-            if end in ready:
-                chunk = os.read(end, 1 << 16)
-                collected[end] += chunk
-                if chunk:
-                    continue
+        for receiver, (name, pid, deadline) in list(running.items()):
+            if receiver in ready:
+                answers[name] = _receive(receiver)
                 os.waitpid(pid, 0)
-                try:
-                    answer = json.loads(collected[end])
-                except ValueError:
-                    answer = {"error": "the probe exited without an answer"}
             elif now >= deadline:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, os.WNOHANG)
-                answer = {"error": f"no answer within {deadline - started:.0f} s", "timeout": True}
+                error = f"no answer within {deadline - started:.0f} s"
+                answers[name] = {"error": error, "timeout": True}
             else:
                 continue
-            answers[name] = {**answer, "seconds": round(now - started, 3)}
-            os.close(end)
-            del running[end]
+            receiver.close()
+            del running[receiver]
     return answers
 
 
-def _child(function: Callable[[], Any], write_end: int) -> None:
-    """Run the function and write its answer to the pipe; never returns."""
+def _child(function: Callable[[], Any], sender: Connection) -> NoReturn:
+    """Send the function's value, or its error, and exit."""
     try:
         try:
             answer = {"value": function()}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {error}"}
-        data = json.dumps(answer).encode()
-        while data:
-            data = data[os.write(write_end, data) :]
+        sender.send_bytes(json.dumps(answer).encode())
     finally:
         os._exit(0)
+
+
+def _receive(receiver: Connection) -> dict[str, Any]:
+    try:
+        return json.loads(receiver.recv_bytes())
+    except (EOFError, OSError):
+        return {"error": "the probe exited without an answer"}
 
 
 if __name__ == "__main__":

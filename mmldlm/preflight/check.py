@@ -6,7 +6,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 PASS, WARN, FAIL, SKIP, ERROR = "PASS", "WARN", "FAIL", "SKIP", "ERROR"
@@ -44,9 +44,6 @@ class Result:
     level: int = 0
     title: str = ""
     seconds: float = 0.0
-
-    def as_dict(self) -> dict:
-        return asdict(self)
 
 
 def ok(measured: str, node: str = "") -> Result:

@@ -14,7 +14,6 @@ from mmldlm.cluster.hostfile import Node, write_hostfile
 from mmldlm.cluster.launcher_commands import deepspeed_command, mpi_command, srun_command
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
-from mmldlm.preflight.memory_model import plan_of
 
 Facts = dict[str, dict[str, Any]]
 
@@ -35,8 +34,8 @@ class Context:
         data_probe_error: Reason why the data probe failed.
         head: Probe -> {"value"} or {"error"} of this machine.
         facts: Node -> probe -> {"value"} or {"error"}.
-        failures: Nodes whose agent stopped answering.
-        errors: (node, action) -> error of an agent's action.
+        failures: Node -> why its agent stopped answering (those of the AgentPool).
+        errors: (node, action) -> error of an agent's action (the same).
         clocks: Node -> (clock offset, half round trip) in seconds.
         master: {"address", "guessed", "port", "listening", "candidates", "reach", "free_port"}.
         connections: (from, to) -> {"ms", "segments", "retransmitted"} or {"error"}.
@@ -128,9 +127,11 @@ class Context:
         first = next(asked, self.head_value("gpus") or {})
         return any(entry.get("gpus") for entry in itertools.chain([first], asked))
 
-    def engine_plan(self) -> str:
-        """Return the engine of the config as an entry of memory_model.PLANS."""
-        return plan_of(self.config)
+    @property
+    def global_batch(self) -> int:
+        """Samples of one step of all ranks."""
+        training = self.config.training
+        return training.train_batch_size * training.grad_accum_steps * self.world_size
 
     def master_address(self) -> str:
         """Return the address of the first node for the launcher.

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def create(context, results, code: int, seconds: float) -> dict:
         "exit_code": code,
         "failing_nodes": failing_nodes(context, results),
         "exclude": "@".join(failing_nodes(context, results)),
-        "results": [result.as_dict() for result in results],
+        "results": [asdict(result) for result in results],
     }
 
 

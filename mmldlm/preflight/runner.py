@@ -5,6 +5,7 @@ receipt.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import os
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mmldlm.cluster.agent import Agent, AgentPool
-from mmldlm.cluster.env_propagation import run_variables, write_env_file
+from mmldlm.cluster.env_propagation import write_env_file
 from mmldlm.cluster.hostfile import LOCAL_NAMES, Node, read_hostfile, write_hostfile
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.preflight import receipt
@@ -62,17 +63,7 @@ CHECK_MODULES = (
 
 AGENT = "mmldlm.preflight.agent"
 PASSING_NODES = "passing_nodes.txt"
-HEAD_PROBES = (
-    "identity",
-    "gpus",
-    "memory",
-    "network",
-    "resolve",
-    "checkpoints",
-    "versions",
-    "code",
-    "script",
-)
+HEAD_PROBES = ("gpus", "memory", "network", "resolve", "checkpoints")
 
 
 def run_preflight(args: argparse.Namespace) -> tuple[Context, int]:
@@ -165,36 +156,29 @@ def collect_facts(context: Context) -> None:
     if context.nodes and context.nodes[0].slots == 0:
         gpus = (context.head_value("gpus") or {}).get("gpus") or ()
         context.nodes = [Node("localhost", len(gpus) or 1)]
-    child = config.start_data_probe(context)
-    try:
-        if context.level >= 1 and context.nodes:
-            options = context.options
-            pool = AgentPool(
-                [
-                    Agent(name, AGENT, context.local, options.ssh_port, options.ssh_option)
-                    for name in context.names
-                ]
-            )
-            try:
-                _log_progress(f"asking {len(context.nodes)} node(s) ...")
-                collect_nodes(context, pool)
-                if context.level >= 2:
-                    collect_cluster(context, pool)
-                if context.level >= 3:
-                    _log_progress("collectives on all ranks (a few minutes at most) ...")
-                    collectives.run_collectives(context, pool)
-                if context.level >= 4 and context.config is not None and len(pool.failures) == 0:
-                    config.finish_data_probe(context, child)
-                    child = None
-                    if "data_error" not in context.data_facts:
-                        _log_progress(
-                            "two training steps, a save and a resume (at most 5 minutes) ..."
-                        )
-                        dry_run.run_training(context, pool)
-            finally:
-                pool.stop()
-    finally:
-        config.finish_data_probe(context, child)
+    level, options = context.level, context.options
+    with contextlib.ExitStack() as stack:
+        with config.data_probe(context):
+            if level == 0 or not context.nodes:
+                return
+            agents = [
+                Agent(name, AGENT, context.local, options.ssh_port, options.ssh_option)
+                for name in context.names
+            ]
+            pool = AgentPool(agents)
+            context.failures, context.errors = pool.failures, pool.errors
+            stack.callback(pool.stop)
+            _log_progress(f"asking {len(context.nodes)} node(s) ...")
+            collect_nodes(context, pool)
+            if level >= 2:
+                collect_cluster(context, pool)
+        if level >= 3:
+            _log_progress("collectives on all ranks (a few minutes at most) ...")
+            collectives.run_collectives(context, pool)
+        if level >= 4 and context.config is not None and not pool.failures:
+            if "data_error" not in context.data_facts:
+                _log_progress("two training steps, a save and a resume (at most 5 minutes) ...")
+                dry_run.run_training(context, pool)
 
 
 def collect_head(context: Context) -> None:
@@ -239,8 +223,6 @@ def collect_nodes(context: Context, pool: AgentPool) -> None:
     }
     longest = max(PROBES[name][1] for name in request["probes"])
     context.facts = pool.call("collect_facts", request, timeout=longest + 5)
-    context.failures.update(pool.failures)
-    context.errors.update(pool.errors)
 
 
 def collect_cluster(context: Context, pool: AgentPool) -> None:
@@ -250,15 +232,9 @@ def collect_cluster(context: Context, pool: AgentPool) -> None:
     context.clocks = pool.clocks()
     connections.collect_connections(context, pool)
     # The launcher waits for the interpreters on the nodes; meanwhile the shared folder is tested.
-    probe = launchers.start_probe(context)
-    try:
+    with launchers.launcher_probe(context):
         if context.config is not None and len(context.nodes) > 1:
             storage.collect_shared_folder(context, pool)
-    finally:
-        if probe is not None:
-            probe.finish()
-    context.failures.update(pool.failures)
-    context.errors.update(pool.errors)
 
 
 def _log_progress(text: str) -> None:
@@ -270,14 +246,14 @@ def apply_fix(context: Context) -> None:
     """Write variables that are not propagated to ./.deepspeed_env, and run the launcher probe
     again.
     """
-    on_head = run_variables()
-    environments = [
-        on_node for name in context.facts if (on_node := context.environment_on(name)) is not None
-    ]
+    environments = [context.environment_on(name) for name in context.facts]
     missing = sorted(
-        key
-        for key, value in on_head.items()
-        if any(on_node.get(key) != value for on_node in environments)
+        {
+            name
+            for on_node in environments
+            if on_node is not None
+            for name in launchers.not_propagated(on_node)
+        }
     )
     if not missing or context.launcher != "deepspeed":
         return
@@ -287,9 +263,9 @@ def apply_fix(context: Context) -> None:
     print(f"wrote {', '.join(added) or 'nothing'} to {path}")
     if refused:
         print(f"not written (secret, or not plain text): {', '.join(refused)}")
-    if added and (probe := launchers.start_probe(context)) is not None:
-        context.launched.clear()
-        probe.finish()
+    if added:
+        with launchers.launcher_probe(context):
+            pass
 
 
 def write_receipts(

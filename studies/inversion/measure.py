@@ -112,12 +112,12 @@ def _values(pretrained, sentences, tokens: list[list[int]], referee) -> dict[str
     from mmldlm.evaluation.texts import Scorer
     from mmldlm.sampling.judge import cosines
 
-    overlap, is_exact = Scorer(pretrained, sentences, True, 0).overlap(tokens)
+    overlap = Scorer(pretrained, sentences, True, 0).overlap(tokens)
     return {
         "sentence_bleu": metrics.sentence_bleu(overlap.bleu),
         "word_f1": 100.0 * overlap.word_f1,
         "exact_match": 100.0 * overlap.exact_match,
-        "length_exact": 100.0 * is_exact,
+        "length_exact": 100.0 * overlap.length_exact,
         "cosine": cosines(referee.embed(tokens), sentences.latents),
     }
 

@@ -154,6 +154,7 @@ def test_collectives_and_two_training_steps_through_the_launcher(scene):
     assert set(passed) == {"COLL001", "COLL002", "COLL003", "DRY001", "DRY002"}
     assert "gloo" in passed["COLL002"] and "waiting for data" in passed["DRY001"]
     assert passed["DRY001"] in receipt["screen"]  # what a user runs this level for
-    # The rehearsal leaves nothing but the receipt.
-    assert [path.name for path in scene.save_dir.iterdir()] == ["mmldlm"]
-    assert [path.name for path in (scene.save_dir / "mmldlm").iterdir()] == ["preflight.json"]
+    # The rehearsal leaves nothing but the receipt and the nodes that passed.
+    assert [path.name for path in scene.save_dir.iterdir()] == ["tiny"]
+    left = sorted(path.name for path in (scene.save_dir / "tiny").iterdir())
+    assert left == ["passing_nodes.txt", "preflight.json"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -63,6 +64,12 @@ def table(caption: str, columns: Sequence[Column], rows: Iterable[Sequence[Conte
         element("tbody", *body),
     )
     return element("div", element("table", *parts), class_="wide")
+
+
+def picture(png: bytes, alt: str, **attributes: str | float) -> Element:
+    """Return an image whose bytes are inside of the page."""
+    source = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+    return element("img", src=source, alt=alt, **attributes)
 
 
 def definitions(items: Iterable[tuple[str, str]]) -> Element:

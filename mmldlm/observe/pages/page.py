@@ -9,11 +9,13 @@ import hashlib
 import html
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from mmldlm.errors import UserError
+from mmldlm.observe.pages.elements import Element, element, to_html
 from mmldlm.utils import atomic_files
 from mmldlm.utils.json_files import plain_value
 from mmldlm.utils.paths import check_writable_file
@@ -70,6 +72,13 @@ def render(title: str, body: str, script: str = "", data: Any = None) -> str:
         script=script,
         script_hash=_hash(script),
     )
+
+
+def titled_page(title: str, sentences: Iterable[str], parts: Iterable[Element]) -> str:
+    """Return a page of parts below a title and sentences."""
+    header = element("header", element("h1", title), *(element("p", text) for text in sentences))
+    main = element("main", header, *parts, class_="report")
+    return render(f"mmldlm: {title}", to_html([main]))
 
 
 def script_json(value: Any) -> str:

@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from statistics import median
 
@@ -72,13 +73,18 @@ def run_collectives(context: Context, pool: AgentPool) -> None:
     limit = collective_seconds(context.world_size)
 
     def run_args(node: str) -> dict:
-        commands = []
-        for local_rank in range(context.slots(node)):
-            rounds_json = json.dumps(rounds[(node, local_rank)])
-            command = module_command(__name__, rounds_json)
-            environment = {"LOCAL_RANK": str(local_rank), "OMP_NUM_THREADS": "1"}
-            environment = {**(context.environment_on(node) or {}), **environment}
-            commands.append({"command": command, "environment": environment})
+        environment = context.environment_on(node) or {}
+        commands = [
+            {
+                "command": module_command(__name__, json.dumps(rounds[node, local_rank])),
+                "environment": {
+                    **environment,
+                    "LOCAL_RANK": str(local_rank),
+                    "OMP_NUM_THREADS": "1",
+                },
+            }
+            for local_rank in range(context.slots(node))
+        ]
         return {"commands": commands, "seconds": limit}
 
     answers = pool.call("run", run_args, timeout=limit + 10)
@@ -88,7 +94,6 @@ def run_collectives(context: Context, pool: AgentPool) -> None:
         for local_rank, output in enumerate(outputs)
     }
     context.collectives = {"rounds": groups, "ranks": ranks}
-    context.failures.update(pool.failures)
 
 
 def _collective_groups(context: Context, names: list[str]) -> list[Group]:
@@ -110,24 +115,25 @@ def _collective_groups(context: Context, names: list[str]) -> list[Group]:
 
 def _rounds_per_rank(
     context: Context, pool: AgentPool, names: list[str], groups: list[Group]
-) -> dict:
-    """Return (node, local rank) -> list of rounds for collective_test.py, each with its rank,
-    address and port.
-    """
-    rounds: dict[tuple[str, int], list] = {
-        (n, r): [] for n in names for r in range(context.slots(n))
+) -> dict[tuple[str, int], list[dict]]:
+    """Return (node, local rank) -> the rounds of this rank, as `main` reads them."""
+    rounds: dict[tuple[str, int], list[dict]] = {
+        (node, local_rank): [] for node in names for local_rank in range(context.slots(node))
     }
     for name, members in groups:
         opened = pool.agents[members[0]].request("listen", {"ports": [0]})
         pool.agents[members[0]].request("close")
-        address = "127.0.0.1" if context.local else context.data_address(members[0])
-        world, rank = sum(context.slots(member) for member in members), 0
-        for member in members:
-            for local_rank in range(context.slots(member)):
-                entry = {"name": name, "rank": rank, "world": world, "address": address}
-                entry |= {"port": opened["ports"][0]["port"], "seconds": group_seconds(world)}
-                rounds[(member, local_rank)].append({**entry, "on_cpu": name == CHECKPOINTS})
-                rank += 1
+        ranks = [(node, r) for node in members for r in range(context.slots(node))]
+        round_of_all = {
+            "name": name,
+            "world": len(ranks),
+            "address": "127.0.0.1" if context.local else context.data_address(members[0]),
+            "port": opened["ports"][0]["port"],
+            "seconds": group_seconds(len(ranks)),
+            "on_cpu": name == CHECKPOINTS,
+        }
+        for rank, key in enumerate(ranks):
+            rounds[key].append({**round_of_all, "rank": rank})
     return rounds
 
 
@@ -183,14 +189,10 @@ def bus_bandwidth(torch, world: int, device, size: int) -> tuple[float, float]:
     seconds = []
     for _ in range(REPEATS + 2):
         dist.barrier()
-        started = time.perf_counter()
         # The sums are at most world ^ 7, within the range of fp32.
-        dist.all_reduce(values)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    median = sorted(seconds[2:])[REPEATS // 2]
-    return size / median * 2 * (world - 1) / world, median
+        seconds.append(_time(torch, device, lambda: dist.all_reduce(values)))
+    usual = median(seconds[2:])
+    return size / usual * 2 * (world - 1) / world, usual
 
 
 def compute_seconds(torch, device) -> float:
@@ -199,15 +201,20 @@ def compute_seconds(torch, device) -> float:
     """
     side = 4096 if device.type == "cuda" else 384
     matrix = torch.ones(side, side, device=device)
-    seconds = []
-    for _ in range(7):
-        started = time.perf_counter()
+
+    def multiply() -> None:
         for _ in range(4):
             matrix @ matrix
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    return sorted(seconds)[3]
+
+    return median(_time(torch, device, multiply) for _ in range(7))
+
+
+def _time(torch, device, work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started
 
 
 def run_round(torch, entry: dict, device) -> dict:
@@ -224,11 +231,8 @@ def run_round(torch, entry: dict, device) -> dict:
     )
     try:
         wrong = check_values(torch, entry["rank"], entry["world"], device)
-        result = {
-            "formed": round(time.perf_counter() - started, 3),
-            "wrong": wrong,
-            "backend": backend,
-        }
+        formed = round(time.perf_counter() - started, 3)
+        result = {"formed": formed, "wrong": wrong, "backend": backend}
         if entry["world"] > 1:
             result["busbw"], result["seconds"] = bus_bandwidth(
                 torch, entry["world"], device, BYTES[backend]
@@ -255,13 +259,11 @@ def main() -> int:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     for entry in json.loads(sys.argv[1]):
-        started = time.perf_counter()
         try:
             result = run_round(torch, entry, device)
         except Exception as error:
             result = {"error": first_line(error)}
-        seconds = round(time.perf_counter() - started, 2)
-        print("\n" + json.dumps({"round": entry["name"], "took": seconds, **result}), flush=True)
+        print("\n" + json.dumps({"round": entry["name"], **result}), flush=True)
     print(
         "\n" + json.dumps({"round": "compute", "seconds": compute_seconds(torch, device)}),
         flush=True,
@@ -338,8 +340,7 @@ def all_ranks_compute_right(context):
     if not rounds:
         return skip("no node took part")
     nodes, results = rounds[-1]
-    wrong = _evaluate_round(nodes, results)
-    if wrong:
+    if wrong := _evaluate_round(nodes, results):
         node, problem = next(iter(wrong.items()))
         return fail(
             f"{node}, {problem}",
@@ -385,8 +386,7 @@ def writers_form_their_group(context):
     rounds = list(_rounds(context, lambda name: name == CHECKPOINTS))
     if not rounds:
         return skip("only for engine.kind=fsdp on GPUs")
-    wrong = _evaluate_round(*rounds[0])
-    if wrong:
+    if wrong := _evaluate_round(*rounds[0]):
         node, problem = next(iter(wrong.items()))
         fix = (
             "set GLOO_SOCKET_IFNAME to the interface between the nodes (does a host's own name"

@@ -6,19 +6,18 @@ child: CONFIG.yaml WORLD_SIZE. It prints a JSON object, and needs no torch.
 
 from __future__ import annotations
 
-import ast
-import importlib.util
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from mmldlm.config.load import to_yaml
-from mmldlm.engines.deepspeed_config import merged_config, read_json
+from mmldlm.engines.deepspeed_config import merged_config
 from mmldlm.errors import UserError
 from mmldlm.preflight.check import check, fail, ok, skip
 from mmldlm.preflight.context import Context
@@ -30,45 +29,45 @@ from mmldlm.utils.entry_point import module_command
 DATA_IDLE_SECONDS = 30
 
 
-def start_data_probe(context: Context) -> subprocess.Popen | None:
-    """Start the child process that opens the data, while the nodes are asked."""
+@contextlib.contextmanager
+def data_probe(context: Context) -> Iterator[None]:
+    """Open the data in a child process while the block runs, then wait for it; store its result
+    in the context, or why it has none.
+    """
     if context.config is None:
-        return None
-    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml", delete=False) as file:
-        file.write(to_yaml(context.config))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = module_command(__name__, file.name, str(context.world_size))
-    child = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        start_new_session=True,
-    )
-    child.config_file = file.name
-    return child
-
-
-def finish_data_probe(context: Context, child: subprocess.Popen | None) -> None:
-    """Store the child's result in the context, or why it has none."""
-    if child is None:
+        yield
         return
+    with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:
+        file.write(to_yaml(context.config))
+        file.flush()
+        child = subprocess.Popen(
+            module_command(__name__, file.name, str(context.world_size)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        try:
+            yield
+        finally:
+            _store_result(context, child)
+
+
+def _store_result(context: Context, child: subprocess.Popen) -> None:
     try:
         output, errors = _communicate_while_active(child)
-        if child.returncode == 0:
-            context.data_facts = json.loads(output.strip().splitlines()[-1])
-        else:
-            context.data_probe_error = (
-                errors.strip().splitlines() or [f"status {child.returncode}"]
-            )[-1]
     except subprocess.TimeoutExpired:
         child.kill()
         context.data_probe_error = (
             f"reading the data stalled for {DATA_IDLE_SECONDS} s: its file system may hang"
         )
-    finally:
-        os.unlink(child.config_file)
+        return
+    if child.returncode == 0:
+        context.data_facts = json.loads(output.strip().splitlines()[-1])
+    else:
+        lines = errors.strip().splitlines()
+        context.data_probe_error = lines[-1] if lines else f"status {child.returncode}"
 
 
 def _communicate_while_active(child: subprocess.Popen) -> tuple[str, str]:
@@ -184,39 +183,20 @@ def deepspeed_json_agrees(context):
         return skip(context.no_config)
     if config.engine.kind != "deepspeed":
         return skip(f"engine.kind={config.engine.kind}")
-    try:
-        merged_config(config, max(context.world_size, 1))
-        keys = read_json(config.engine.deepspeed_config)
-    except UserError as error:
+    error = _json_error(context)
+    if error is not None:
         return fail(error.found, error.expected, error.fix)
-    removed = sorted(set(keys) & _removed_keys())
-    if removed:
-        measured = f"{', '.join(removed)} in {config.engine.deepspeed_config}"
-        return fail(
-            measured,
-            "keys of the installed DeepSpeed",
-            f"delete {', '.join(removed)} from the JSON",
-        )
     return ok(config.engine.deepspeed_config or "none given, defaults")
 
 
-def _removed_keys() -> set[str]:
-    """Return the top-level keys that the installed DeepSpeed rejects, from its source: importing
-    it takes seconds.
-    """
-    spec = importlib.util.find_spec("deepspeed")
-    path = Path(spec.submodule_search_locations[0], "runtime", "config.py") if spec else None
-    if path is None or not path.exists():
-        return set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if (
-            isinstance(node, ast.Assign)
-            and getattr(node.targets[0], "id", "") == "_REMOVED_TOP_LEVEL_CONFIG_KEYS"
-        ):
-            return {
-                ast.literal_eval(key) for key in node.value.keys if isinstance(key, ast.Constant)
-            }
-    return set()
+def _json_error(context: Context) -> UserError | None:
+    """Return why the DeepSpeed JSON cannot be used; None if it can, or if the run has none."""
+    if context.config.engine.kind == "deepspeed":
+        try:
+            merged_config(context.config, max(context.world_size, 1))
+        except UserError as error:
+            return error
+    return None
 
 
 @check("CFG003", 0, "head", "batch arithmetic")
@@ -234,11 +214,10 @@ def batch_arithmetic(context):
             "set engine.kind=deepspeed, or one slot on one node",
         )
     error = context.data_facts.get("engine_error")
-    if error is not None and not _json_disagrees(config, world_size):
-        # CFG002 reports a JSON that disagrees.
+    # CFG002 reports an error of the JSON.
+    if error is not None and _json_error(context) is None:
         return fail(error["found"], error["expected"], error["fix"])
-    training = config.training
-    batch = training.train_batch_size * training.grad_accum_steps * world_size
+    training, batch = config.training, context.global_batch
     measured = (
         f"{batch} = {training.train_batch_size} per rank x {training.grad_accum_steps} accumulated"
         f" x {world_size} ranks"
@@ -248,13 +227,6 @@ def batch_arithmetic(context):
         fix = "lower training.train_batch_size or grad_accum_steps"
         return fail(measured, f"at most {samples}, the training samples", fix)
     return ok(measured)
-
-
-def _json_disagrees(config, world_size: int) -> bool:
-    try:
-        return config.engine.kind == "deepspeed" and not merged_config(config, world_size)
-    except UserError:
-        return True
 
 
 @check("DATA001", 0, "head", "data fits the config")

@@ -48,11 +48,10 @@ def collect_connections(context: Context, pool: AgentPool) -> None:
         pool.call("close", timeout=10)
     for name, results in answers.items():
         others = [other for other in targets if other != name]
-        for index, other in enumerate(others):
-            context.connections[(name, other)] = _merge_connections(
-                *results[2 * index : 2 * index + 2]
-            )
-        for address, result in zip(candidates, results[2 * len(others) :], strict=True):
+        to_others, to_master = results[: 2 * len(others)], results[2 * len(others) :]
+        for other, *pair in zip(others, to_others[::2], to_others[1::2], strict=True):
+            context.connections[(name, other)] = _merge_connections(*pair)
+        for address, result in zip(candidates, to_master, strict=True):
             context.master["reach"].setdefault(address, {})[name] = result
 
 
@@ -166,68 +165,61 @@ def every_pair_connects(context):
     far above the median, and for more than one percent of lost packets.
     """
     if not context.connections:
-        return skip("one node" if len(context.nodes) < 2 else "fewer than two nodes answered")
-    return _pair_results(context)
-
-
-def _pair_results(context):
-    """Yield a FAIL per failed direction, a WARN per slow or lossy one, or one PASS."""
+        yield skip("one node" if len(context.nodes) < 2 else "fewer than two nodes answered")
+        return
     bad = {pair: answer for pair, answer in context.connections.items() if "error" in answer}
     for (start, end), answer in bad.items():
-        reverse_works = (end, start) not in bad
-        low, high = (context.value(end, "network") or {}).get("ephemeral_ports", (32768, 60999))
-        measured = f"{start} cannot connect to {end} ({answer['error']})"
-        fix = f"on {end}, allow TCP ports {low}-{high} from {start} (firewall, security group)"
-        if answer.get("stalled"):
-            measured = f"{start} to {end}: {answer['error']}"
-            fix = (
-                f"look for a stateful firewall or asymmetric routes (ip route get) on {start} and"
-                f" {end}"
-            )
-            if answer["small_pass"]:
-                measured += f"; packets of {SEGMENT} bytes do"
-                fix = (
-                    f"set one MTU on {start}, {end} and every switch between them (ip link; see"
-                    " NET007)"
-                )
-        measured += f", but {end} can to {start}" if reverse_works else ""
+        measured, fix = _broken(context, start, end, answer)
+        measured += f", but {end} can to {start}" if (end, start) not in bad else ""
         yield fail(measured, "a connection in both directions", fix, f"{start}->{end}")
     good = {pair: answer for pair, answer in context.connections.items() if pair not in bad}
-    median = statistics.median(answer["ms"] for answer in good.values()) if good else 0.0
-    slow = []
+    times = [answer["ms"] for answer in good.values()]
+    median = statistics.median(times or [0.0])
+    num_slow = 0
     for (start, end), answer in good.items():
-        fault = _slow_or_lossy(answer, median)
-        if fault is not None:
-            slow.append((start, end))
+        if measured := _slow_or_lossy(answer, median):
+            num_slow += 1
+            expected = (
+                f"at most {MAX_ROUND_TRIP_MS:.0f} ms, near the median, and less than"
+                f" {MAX_LOST_SHARE:.0%} lost"
+            )
             fix = (
                 f"check the link, the route and other traffic between {start} and {end}: every"
                 " step waits for them"
             )
-            yield warn(f"{start} to {end}: {fault[0]}", fault[1], fix, f"{start}->{end}")
-    if not bad and not slow:
-        yield ok(
-            f"{len(good)} directions, longest round trip"
-            f" {max(answer['ms'] for answer in good.values())} ms"
+            yield warn(f"{start} to {end}: {measured}", expected, fix, f"{start}->{end}")
+    if not bad and not num_slow:
+        yield ok(f"{len(good)} directions, longest round trip {max(times)} ms")
+
+
+def _broken(context, start: str, end: str, answer: dict) -> tuple[str, str]:
+    """Return (measured, fix) of a direction without a connection, or without data on it."""
+    if not answer.get("stalled"):
+        low, high = (context.value(end, "network") or {}).get("ephemeral_ports", (32768, 60999))
+        return (
+            f"{start} cannot connect to {end} ({answer['error']})",
+            f"on {end}, allow TCP ports {low}-{high} from {start} (firewall, security group)",
         )
+    if answer["small_pass"]:
+        return (
+            f"{start} to {end}: {answer['error']}; packets of {SEGMENT} bytes do",
+            f"set one MTU on {start}, {end} and every switch between them (ip link; see NET007)",
+        )
+    return (
+        f"{start} to {end}: {answer['error']}",
+        f"look for a stateful firewall or asymmetric routes (ip route get) on {start} and {end}",
+    )
 
 
-def _slow_or_lossy(answer: dict, median: float) -> tuple[str, str] | None:
-    """Return (measured, expected) of a direction that is slow or loses packets; None otherwise."""
+def _slow_or_lossy(answer: dict, median: float) -> str:
+    """Return what is wrong with a direction that is slow or loses packets; "" otherwise."""
     lost, segments, faults = answer["retransmitted"], answer["segments"], []
     is_outlier = answer["ms"] > OUTLIER_ROUND_TRIP_MS and answer["ms"] > OUTLIER_FACTOR * median
     if answer["ms"] > MAX_ROUND_TRIP_MS or is_outlier:
         faults.append(f"a round trip takes {answer['ms']} ms (the median is {median:.2f})")
     if lost >= MIN_LOST_PACKETS and lost > MAX_LOST_SHARE * segments:
         faults.append(f"{lost} of {segments} packets were lost and sent again")
-    if not faults:
-        return None
-    return (
-        "; ".join(faults),
-        (
-            f"at most {MAX_ROUND_TRIP_MS:.0f} ms, near the median, and less than"
-            f" {MAX_LOST_SHARE:.0%} lost"
-        ),
-    )
+    return "; ".join(faults)
 
 
 @check("NET007", 2, "node", "MTU")
@@ -302,15 +294,9 @@ def clocks_agree(context):
     middle = offsets[len(offsets) // 2]
     for name, (offset, slack) in context.clocks.items():
         away = abs(offset - middle) - slack
-        if away > 30:
+        if away > 2:
+            report = fail if away > 30 else warn
             fix = f"start a time daemon on {name} (chronyd or systemd-timesyncd)"
-            yield fail(f"{offset - middle:+.1f} s from the others", "within 2 s", fix, name)
-        elif away > 2:
-            yield warn(
-                f"{offset - middle:+.1f} s from the others",
-                "within 2 s",
-                f"start a time daemon on {name}",
-                name,
-            )
+            yield report(f"{offset - middle:+.1f} s from the others", "within 2 s", fix, name)
         else:
             yield ok(f"{offset - middle:+.3f} s", name)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import signal
-import subprocess
 import tempfile
 import time
 import uuid
@@ -15,10 +13,11 @@ from pathlib import Path
 
 from mmldlm.cluster.agent import AgentPool
 from mmldlm.cluster.launcher_commands import TRAIN, torchrun_command, train_arguments
+from mmldlm.preflight.agent import run_command
 from mmldlm.preflight.check import check, fail, ok, skip
 from mmldlm.preflight.checks.collectives import group_seconds
 from mmldlm.preflight.context import Context
-from mmldlm.preflight.memory_model import checkpoint_bytes
+from mmldlm.preflight.memory_model import checkpoint_bytes, plan_of
 from mmldlm.utils.input_files import read_text
 
 DRY_STEPS = 2
@@ -36,7 +35,7 @@ def dry_seconds(context: Context) -> int:
     seconds += COMPILE_SECONDS if config.training.compile_model else 0
     if "trainable" in sizes:
         seconds += (
-            checkpoint_bytes(context.engine_plan(), sizes, config.training.dtype) / SLOW_DISK
+            checkpoint_bytes(plan_of(context.config), sizes, config.training.dtype) / SLOW_DISK
         )
     return int(seconds)
 
@@ -118,28 +117,12 @@ def _run_torchrun(context: Context, pool: AgentPool, script: list[str], limit: i
 
 def _run_launcher(context: Context, pool: AgentPool, script: list[str], limit: int) -> dict:
     """Run deepspeed, mpirun or srun on this machine."""
-    environment = {**os.environ, "DEEPSPEED_TIMEOUT": "2"}
+    environment = {"DEEPSPEED_TIMEOUT": "2"}
     if not context.has_gpus():
-        environment.setdefault("DS_ACCELERATOR", "cpu")
+        environment["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
     with tempfile.TemporaryDirectory(prefix="mmldlm_preflight_") as folder:
-        process = subprocess.Popen(
-            context.launcher_command(script, Path(folder) / "hostfile"),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
-        try:
-            output, _ = process.communicate(timeout=limit)
-            code = process.returncode
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-            code = None
-    return {"code": code, "output": output[-8000:]}
+        command = context.launcher_command(script, Path(folder) / "hostfile")
+        return run_command(command, environment, limit)
 
 
 def _last_error(output: str) -> str:

@@ -11,6 +11,18 @@ from mmldlm.preflight.memory_model import GIB
 from mmldlm.utils.formatting import format_bytes
 
 GPU_MEMORY_IN_USE = 2 * GIB
+NO_DRIVER = "no NVIDIA driver on this node (libnvidia-ml.so.1 is missing)"
+# nvmlDeviceGpuRecoveryAction_t
+RECOVERY = {
+    0: None,
+    1: "reset the GPU",
+    2: "reboot the node",
+    3: "drain peer-to-peer traffic",
+    4: "drain and reset",
+    5: "recover the IMEX domain",
+    6: "reset the bus",
+    7: "reboot the system",
+}
 
 
 def gpus(args: dict) -> dict:
@@ -41,9 +53,6 @@ def gpus(args: dict) -> dict:
         }
     finally:
         pynvml.nvmlShutdown()
-
-
-NO_DRIVER = "no NVIDIA driver on this node (libnvidia-ml.so.1 is missing)"
 
 
 def _without_nvml(error: ImportError) -> dict:
@@ -103,19 +112,6 @@ def _gpu(pynvml, index: int) -> dict:
     }
 
 
-# nvmlDeviceGpuRecoveryAction_t
-RECOVERY = {
-    0: None,
-    1: "reset the GPU",
-    2: "reboot the node",
-    3: "drain peer-to-peer traffic",
-    4: "drain and reset",
-    5: "recover the IMEX domain",
-    6: "reset the bus",
-    7: "reboot the system",
-}
-
-
 def _recovery(fields) -> str | None:
     """Return the recovery action that the driver requests; None if there is none, or the driver is
     older than 570.
@@ -138,41 +134,24 @@ def _process(pid: int) -> dict:
     return {"pid": pid, "command": command.strip()[:120], "user": user}
 
 
-def _each_gpu(context):
-    """Yield (node, GPU, None) of every GPU that a rank would use, (node, None, reason) for nodes
-    without GPUs.
+def _check_gpus(context, fault_of, pass_message: str, report=fail):
+    """Yield a result for every faulty GPU that a rank would use, and a PASS per healthy node.
+
+    Args:
+        fault_of: Function that returns (measured, expected, fix) of a GPU's fault, or None.
+        pass_message: Measured value of a healthy node.
+        report: `fail` or `warn`.
     """
     for name, facts in context.probe_values("gpus").items():
         if facts.get("absent"):
-            yield name, None, facts["absent"]
-        for gpu in (facts.get("gpus") or ())[: context.slots(name)]:
-            yield name, gpu, None
-
-
-def _check_gpus(context, evaluate, pass_message: str):
-    """Yield the results of evaluate(gpu) over all GPUs, and one PASS per healthy node.
-
-    Args:
-        context: Facts of the nodes.
-        evaluate: Function that returns None or (measured, expected, fix) for a GPU; (..., warn)
-            for a warning.
-        pass_message: Measured value of a healthy node.
-    """
-    num_faults: dict[str, int] = {}
-    for name, gpu, absent in _each_gpu(context):
-        if absent is not None:
-            yield skip(absent, name)
+            yield skip(facts["absent"], name)
             continue
-        fault = evaluate(gpu)
-        num_faults.setdefault(name, 0)
-        if fault is not None:
-            num_faults[name] += 1
-            measured, expected, fix, *severity = fault
-            yield (severity[0] if severity else fail)(
-                f"GPU {gpu['index']} ({gpu.get('name', '?')}): {measured}", expected, fix, name
-            )
-    for name, count in num_faults.items():
-        if count == 0:
+        used = (facts.get("gpus") or ())[: context.slots(name)]
+        faults = [(gpu, fault) for gpu in used if (fault := fault_of(gpu)) is not None]
+        for gpu, (measured, expected, fix) in faults:
+            place = f"GPU {gpu['index']} ({gpu.get('name', '?')})"
+            yield report(f"{place}: {measured}", expected, fix, name)
+        if used and not faults:
             yield ok(pass_message, name)
 
 
@@ -223,78 +202,59 @@ def gpus_are_healthy(context):
     recovery action.
     """
 
-    def evaluate(gpu):
-        if gpu.get("lost"):
-            return gpu["lost"], "an answer", "reboot the node, or exclude it"
-        if gpu["recovery"]:
-            return (
-                f"requests: {gpu['recovery']}",
-                "no recovery action",
-                f"{gpu['recovery']}, as the driver requests",
-            )
-        if gpu["remap_failed"]:
-            return (
-                "row remapping failed",
-                "no failed remap",
-                "exclude the node and replace the GPU",
-            )
-        if gpu["remap_pending"]:
-            return (
-                "row remapping is pending",
-                "none pending",
-                "reset the GPU (nvidia-smi -r) when it is idle",
-            )
-        if gpu["ecc_uncorrected"]:
-            return (
-                f"{gpu['ecc_uncorrected']} uncorrected ECC errors",
-                "0 since boot",
-                "reset the GPU; replace it if they return",
-            )
-        return None
+    return _check_gpus(context, _health_fault, "ECC, row remap and recovery action are clean")
 
-    yield from _check_gpus(context, evaluate, "ECC, row remap and recovery action are clean")
+
+def _health_fault(gpu: dict) -> tuple[str, str, str] | None:
+    if gpu.get("lost"):
+        return gpu["lost"], "an answer", "reboot the node, or exclude it"
+    if action := gpu["recovery"]:
+        return f"requests: {action}", "no recovery action", f"{action}, as the driver requests"
+    if gpu["remap_failed"]:
+        fix = "exclude the node and replace the GPU"
+        return "row remapping failed", "no failed remap", fix
+    if gpu["remap_pending"]:
+        fix = "reset the GPU (nvidia-smi -r) when it is idle"
+        return "row remapping is pending", "none pending", fix
+    if count := gpu["ecc_uncorrected"]:
+        fix = "reset the GPU; replace it if they return"
+        return f"{count} uncorrected ECC errors", "0 since boot", fix
+    return None
 
 
 @check("GPU003", 1, "node", "GPU clocks")
 def gpus_are_not_slowed(context):
     """No GPU is throttled by heat or by its power supply."""
 
-    def evaluate(gpu):
-        if gpu.get("slowed"):
-            return (
-                ", ".join(gpu["slowed"]),
-                "full clocks",
-                "check the node's cooling and power",
-                warn,
-            )
-        return None
+    def fault_of(gpu):
+        if not gpu.get("slowed"):
+            return None
+        return ", ".join(gpu["slowed"]), "full clocks", "check the node's cooling and power"
 
-    yield from _check_gpus(context, evaluate, "not throttled")
+    return _check_gpus(context, fault_of, "not throttled", warn)
 
 
 @check("GPU004", 1, "node", "GPUs are free")
 def gpus_are_free(context):
     """No other process uses memory of the GPUs."""
 
-    def evaluate(gpu):
-        if gpu.get("lost"):
-            return None
-        held = [
-            f"pid {p['pid']} {p['user'] or ''} {p['command'] or '(of another container)'}"
-            for p in gpu["processes"]
-        ]
-        used = gpu["memory_total"] - gpu["memory_free"]
-        if held:
-            return "; ".join(held), "no process on it", "end them (preflight never does), or wait"
-        if used > GPU_MEMORY_IN_USE:
-            return (
-                f"{format_bytes(used)} in use by no visible process",
-                "less than 2 GiB",
-                "look for leftover processes as root, or reset it",
-            )
-        return None
+    return _check_gpus(context, _occupation, "free")
 
-    yield from _check_gpus(context, evaluate, "free")
+
+def _occupation(gpu: dict) -> tuple[str, str, str] | None:
+    if gpu.get("lost"):
+        return None
+    held = [
+        f"pid {p['pid']} {p['user'] or ''} {p['command'] or '(of another container)'}"
+        for p in gpu["processes"]
+    ]
+    if held:
+        return "; ".join(held), "no process on it", "end them (preflight never does), or wait"
+    used = gpu["memory_total"] - gpu["memory_free"]
+    if used > GPU_MEMORY_IN_USE:
+        measured = f"{format_bytes(used)} in use by no visible process"
+        return measured, "less than 2 GiB", "look for leftover processes as root, or reset it"
+    return None
 
 
 @check("GPU005", 2, "node", "same GPUs and driver")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,21 +14,9 @@ from mmldlm.preflight.check import ERROR, Result, check, fail, ok, skip, warn
 
 def identity(args: dict) -> dict:
     """Return the identity of the machine: two names of it share the boot id and the namespaces."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    spaces = [
-        os.readlink(f"/proc/self/ns/{namespace}")
-        for namespace in ("net", "pid", "uts")
-        if Path("/proc/self/ns").is_dir()
-    ]
-    return {
-        "hostname": socket.gethostname(),
-        "machine": "/".join(
-            [
-                boot.read_text(encoding="utf-8").strip() if boot.exists() else platform.node(),
-                *spaces,
-            ]
-        ),
-    }
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    spaces = [os.readlink(f"/proc/self/ns/{namespace}") for namespace in ("net", "pid", "uts")]
+    return {"hostname": socket.gethostname(), "machine": "/".join([boot, *spaces])}
 
 
 def detect_lost_packets(context, pool: AgentPool) -> None:
@@ -153,7 +140,7 @@ def name_resolves(context):
         "add {name} to /etc/hosts (on every node) or to DNS, or write its address into the"
         " hostfile"
     )
-    yield from _ssh(context, {"name": fix}, "a name with an address")
+    return _ssh(context, {"name": fix}, "a name with an address")
 
 
 @check("SSH002", 1, "node", "ssh port")
@@ -169,7 +156,7 @@ def ssh_port_answers(context):
         ),
         "closed": "check the log of sshd on {name} (journalctl -u ssh): it closed the connection",
     }
-    yield from _ssh(
+    return _ssh(
         context, fixes, f"an ssh server at port {context.options.ssh_port or 'of ssh_config (22)'}"
     )
 
@@ -187,13 +174,13 @@ def host_key_known(context):
             " ~/.ssh/known_hosts"
         ),
     }
-    yield from _ssh(context, fixes, "its key in ~/.ssh/known_hosts")
+    return _ssh(context, fixes, "its key in ~/.ssh/known_hosts")
 
 
 @check("SSH004", 1, "node", "login without password")
 def login_accepted(context):
     """The node accepts this user's key."""
-    yield from _ssh(
+    return _ssh(
         context, {"denied": "ssh-copy-id {port}{name}"}, "a login with a key, without a prompt"
     )
 
@@ -201,31 +188,26 @@ def login_accepted(context):
 @check("SSH005", 1, "node", "answers")
 def node_answers(context):
     """The node starts the agent and answers every request in time."""
-    expected = "answers within the time limit"
-    hung = (
-        "log in to {name} and look for a hung file system (df), a full process table, or an"
-        " overload (top)"
-    )
-    shell = (
-        "`ssh {port}{name} true` must exit immediately with status 0: check ~/.bashrc and the"
-        " login shell of {name}"
-    )
-    mtu = (
-        "large packets to {name} are lost: set one MTU on both hosts and every switch between them"
-        " (`ip link`; `ip link set dev INTERFACE mtu 1500`)"
-    )
-    client = (
-        "install openssh-client on this machine, or start one command per node"
-        " (launchers/multi_node.sh)"
-    )
     fixes = {
-        "client": client,
-        "silent": hung,
-        "shell": shell,
-        "mtu": mtu,
+        "client": (
+            "install openssh-client on this machine, or start one command per node"
+            " (launchers/multi_node.sh)"
+        ),
+        "silent": (
+            "log in to {name} and look for a hung file system (df), a full process table, or an"
+            " overload (top)"
+        ),
+        "shell": (
+            "`ssh {port}{name} true` must exit immediately with status 0: check ~/.bashrc and the"
+            " login shell of {name}"
+        ),
+        "mtu": (
+            "large packets to {name} are lost: set one MTU on both hosts and every switch between"
+            " them (`ip link`; `ip link set dev INTERFACE mtu 1500`)"
+        ),
         "ended": "try manually: ssh {port}{name} true",
     }
-    yield from _ssh(context, fixes, expected)
+    return _ssh(context, fixes, "answers within the time limit")
 
 
 # Probes whose errors other checks report.
@@ -239,6 +221,8 @@ def everything_was_measured(context):
     A hung probe, or one without its package, is a fault of the node, a failed one an error of this
     tool.
     """
+    for (name, action), error in context.errors.items():
+        yield Result(ERROR, node=name, why=f"{action} failed on {error}")
     for name, facts in context.facts.items():
         failed = {
             probe: answer
@@ -283,4 +267,4 @@ def python_and_folder(context):
 def package_imports(context):
     """That interpreter can import mmldlm on the node."""
     fix = "copy this checkout to {name} at the same path; its python must be 3.11 or newer"
-    yield from _ssh(context, {"import": fix}, "mmldlm at the same path")
+    return _ssh(context, {"import": fix}, "mmldlm at the same path")

@@ -11,10 +11,9 @@ import importlib.util
 import json
 import os
 import shutil
-import signal
-import subprocess
 import tempfile
-import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -30,17 +29,21 @@ from mmldlm.cluster.env_propagation import (
     read_env_file,
     run_variables,
 )
+from mmldlm.preflight.agent import run_command
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.preflight.context import Context
 from mmldlm.utils.environment import platform_variables
 from mmldlm.utils.formatting import join_some
 
-SECONDS = 60.0
+# Includes imports from a slow disk, on a busy node.
+SECONDS = 90.0
 CHECKS = {"ENV002", "LNCH003"}
 
 
 def skip_reason(context: Context) -> str | None:
     """Return why the probe would measure nothing; None if it should run."""
+    if not CHECKS & context.check_ids:
+        return "its checks are not selected"
     if context.local:
         return "one machine: no variables are propagated"
     if context.options.propagates_all:
@@ -60,95 +63,55 @@ def skip_reason(context: Context) -> str | None:
     return None
 
 
-class LauncherProbe:
-    """A launch of print_environment.py with one rank per node, in the background."""
-
-    def __init__(self, context: Context):
-        self.context, self.output = context, ""
-        self._folder = tempfile.TemporaryDirectory(prefix="mmldlm_preflight_")
-        nodes = [replace(node, slots=1) for node in context.nodes]
-        try:
-            self.process = subprocess.Popen(
-                context.launcher_command(
-                    [print_environment.__file__], Path(self._folder.name) / "hostfile", nodes
-                ),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
-                start_new_session=True,
-            )
-        except OSError as error:
-            # LNCH001 reports a launcher that this machine does not have.
-            self._folder.cleanup()
-            raise LauncherMissing(str(error)) from error
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        self.output = self.process.stdout.read()
-
-    def finish(self) -> None:
-        """Wait for the end, at most SECONDS, and fill context.launched and
-        context.launcher_result.
-        """
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(SECONDS)
-        timed_out = self.process.poll() is None
-        with contextlib.suppress(OSError):
-            # Ends the remaining processes of the launcher on this machine.
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self._reader.join(5)
-        self._folder.cleanup()
-        lines = self._parse_output()
-        self.context.launcher_result = {
-            "code": None if timed_out else self.process.returncode,
-            "lines": lines[-20:],
-        }
-
-    def _parse_output(self) -> list[str]:
-        """Fill context.launched from the output; return its other lines."""
-        context, other = self.context, []
-        names = {
-            report["hostname"]: name for name, report in context.probe_values("identity").items()
-        }
-        for line in self.output.splitlines():
-            if print_environment.MARK not in line:
-                other.append(line)
-                continue
-            with contextlib.suppress(ValueError):
-                # The timeout may have truncated the line.
-                report = json.loads(line.split(print_environment.MARK, 1)[1])
-                if report["hostname"] in names:
-                    variables = {
-                        k: v for k, v in report["environment"].items() if k.startswith(PREFIXES)
-                    }
-                    context.launched[names[report["hostname"]]] = {
-                        "rank": report["rank"],
-                        "variables": variables,
-                    }
-        return [line for line in other if line.strip()]
-
-
-class LauncherMissing(Exception):
-    """The launcher's program is not installed on this machine."""
-
-
-def start_probe(context: Context) -> LauncherProbe | None:
-    """Start the probe if one of its checks is selected; otherwise context.launcher_result has the
-    reason.
+@contextlib.contextmanager
+def launcher_probe(context: Context) -> Iterator[None]:
+    """Start print_environment.py once per node through the launcher while the block runs, then
+    wait for it; fill context.launched and context.launcher_result.
     """
-    if not CHECKS & context.check_ids:
-        return None
     reason = skip_reason(context)
-    if reason is None:
-        with contextlib.suppress(LauncherMissing):
-            return LauncherProbe(context)
-        reason = "the launcher is not on this machine (see LNCH001)"
-    context.launcher_result = {"skipped": reason}
-    return None
+    if reason is not None:
+        context.launcher_result = {"skipped": reason}
+        yield
+        return
+    nodes = [replace(node, slots=1) for node in context.nodes]
+    with (
+        tempfile.TemporaryDirectory(prefix="mmldlm_preflight_") as folder,
+        ThreadPoolExecutor(1) as executor,
+    ):
+        hostfile = Path(folder) / "hostfile"
+        command = context.launcher_command([print_environment.__file__], hostfile, nodes)
+        launch = executor.submit(run_command, command, {}, SECONDS)
+        yield
+        try:
+            result = launch.result()
+        except OSError:
+            reason = "the launcher is not on this machine (see LNCH001)"
+            context.launcher_result = {"skipped": reason}
+            return
+    context.launched, other_lines = _parse_output(context, result["output"])
+    context.launcher_result = {"code": result["code"], "lines": other_lines[-20:]}
+
+
+def _parse_output(context: Context, output: str) -> tuple[dict[str, dict], list[str]]:
+    """Return node -> {"rank", "variables"} of the processes that started, and the other lines."""
+    launched, other = {}, []
+    identities = context.probe_values("identity").items()
+    names = {identity["hostname"]: name for name, identity in identities}
+    for line in output.splitlines():
+        _, mark, report_json = line.partition(print_environment.MARK)
+        if not mark:
+            other.append(line)
+            continue
+        with contextlib.suppress(ValueError):
+            # The timeout may have truncated the line.
+            report = json.loads(report_json)
+            if report["hostname"] in names:
+                environment = report["environment"]
+                launched[names[report["hostname"]]] = {
+                    "rank": report["rank"],
+                    "variables": {k: v for k, v in environment.items() if k.startswith(PREFIXES)},
+                }
+    return launched, [line for line in other if line.strip()]
 
 
 _PROGRAMS = {
@@ -274,6 +237,12 @@ _MANUAL_COMMANDS = {
 }
 
 
+def not_propagated(on_node: dict[str, str]) -> list[str]:
+    """Return the variables of this shell whose values in the environment of a node differ."""
+    here = compared_variables()
+    return sorted(name for name, value in here.items() if on_node.get(name) != value)
+
+
 @check("ENV002", 2, "node", "variables not propagated")
 def variables_are_propagated(context):
     """Variables of this shell that affect a run have the same value for a rank on every node.
@@ -284,7 +253,7 @@ def variables_are_propagated(context):
     .deepspeed_env; mpirun those named with -x; srun all. --fix adds missing ones to
     ./.deepspeed_env.
     """
-    on_head = compared_variables()
+    num_compared = len(compared_variables())
     for name in context.names:
         on_node = context.environment_on(name)
         if (
@@ -299,12 +268,12 @@ def variables_are_propagated(context):
         if on_node is None:
             continue
         source = "" if name in context.launched or context.local else " (inferred)"
-        missing = sorted(key for key, value in on_head.items() if on_node.get(key) != value)
+        missing = not_propagated(on_node)
         if not missing:
-            yield ok(f"{len(on_head)} variable(s) propagated{source}", name)
+            yield ok(f"{num_compared} variable(s) propagated{source}", name)
             continue
         values = (
-            k if is_secret(k) else f"{k} (here {on_head[k]}, there {on_node.get(k, 'unset')})"
+            k if is_secret(k) else f"{k} (here {os.environ[k]}, there {on_node.get(k, 'unset')})"
             for k in missing
         )
         fix = {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
-from pathlib import Path
+from typing import Any
 
 from mmldlm.preflight.check import check, fail, ok, skip, warn
+from mmldlm.preflight.checks.storage import probe_file
 from mmldlm.preflight.memory_model import GIB
 from mmldlm.utils import resources
 from mmldlm.utils.formatting import describe_os_error, format_bytes
@@ -28,35 +28,18 @@ def limits(args: dict) -> dict:
     """Return the soft limits that a rank would inherit (-1: unlimited), and the space of /dev/shm
     in bytes.
     """
-    facts = {
-        name: resource.getrlimit(limit)[0]
-        for name, limit in (
-            ("memlock", resource.RLIMIT_MEMLOCK),
-            ("nofile", resource.RLIMIT_NOFILE),
-        )
+    facts: dict[str, Any] = {
+        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
     }
     try:
         shm = os.statvfs("/dev/shm")
+        facts["shm_total"] = shm.f_blocks * shm.f_frsize
+        facts["shm_free"] = shm.f_bavail * shm.f_frsize
+        with probe_file("/dev/shm") as probe:
+            probe.write_bytes(b"x")
     except OSError as error:
-        return {
-            **facts,
-            "shm_total": 0,
-            "shm_free": 0,
-            "shm_writable": False,
-            "shm_error": error.strerror,
-        }
-    facts["shm_total"] = shm.f_blocks * shm.f_frsize
-    facts["shm_free"] = shm.f_bavail * shm.f_frsize
-    probe = Path("/dev/shm") / f".mmldlm_preflight_{os.getpid()}"
-    try:
-        probe.write_bytes(b"x")
-        facts["shm_writable"] = True
-    except OSError as error:
-        facts["shm_writable"], facts["shm_error"] = False, error.strerror
-    finally:
-        with contextlib.suppress(OSError):
-            # Deleting fails on a read-only file system.
-            probe.unlink(missing_ok=True)
+        facts["shm_error"] = error.strerror
     return facts
 
 
@@ -67,18 +50,14 @@ def temporary(args: dict) -> dict:
     """
     candidates = [os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)]
     folder = next((name for name in candidates if os.path.isdir(name)), "/tmp")
-    facts = {"folder": folder, "bytes": TEMPORARY_BYTES}
-    probe = Path(folder) / f".mmldlm_preflight_{os.uname().nodename}_{os.getpid()}"
+    facts: dict[str, Any] = {"folder": folder, "bytes": TEMPORARY_BYTES}
     try:
         space = os.statvfs(folder)
         facts["free"] = space.f_bavail * space.f_frsize
-        with open(probe, "wb") as file:
-            file.write(bytes(TEMPORARY_BYTES))
+        with probe_file(folder) as probe:
+            probe.write_bytes(bytes(TEMPORARY_BYTES))
     except OSError as error:
         facts["error"] = describe_os_error(error)
-    finally:
-        with contextlib.suppress(OSError):
-            probe.unlink(missing_ok=True)
     return facts
 
 
@@ -98,8 +77,8 @@ def shared_memory(context):
             "docker run --shm-size=16g (Kubernetes: emptyDir, medium Memory), or mount -o"
             " remount,size=50% /dev/shm"
         )
-        if not facts["shm_writable"]:
-            yield fail(f"/dev/shm: {facts.get('shm_error')}", "a writable /dev/shm", fix, name)
+        if "shm_error" in facts:
+            yield fail(f"/dev/shm: {facts['shm_error']}", "a writable /dev/shm", fix, name)
         elif facts["shm_free"] < needed:
             measured = (
                 f"{format_bytes(facts['shm_free'])} free of {format_bytes(facts['shm_total'])}"

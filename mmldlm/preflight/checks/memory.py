@@ -23,7 +23,7 @@ def _missing_sizes(context) -> str | None:
             return "the task has no model_sizes, which docs/tasks.md describes"
         return "no model sizes (see CFG001 and DATA001)"
     try:
-        context.engine_plan()
+        memory_model.plan_of(context.config)
     except UserError:
         return "no ZeRO stage (see CFG002)"
     return None
@@ -44,7 +44,7 @@ def memory_fits(context):
     if smallest is None:
         return skip("no node reported its memory")
     location, available, on_gpu = smallest
-    plan = context.engine_plan()
+    plan = memory_model.plan_of(context.config)
     # Without a GPU, offloaded tensors would stay in the same memory.
     offloaded = _offloaded(context) if on_gpu else {}
 
@@ -125,7 +125,7 @@ def _fail_or_warn(context):
 
 def _offloaded(context) -> dict[str, str]:
     """Return "optimizer" and "param" -> device of what the DeepSpeed JSON offloads."""
-    engine, plan = context.config.engine, context.engine_plan()
+    engine, plan = context.config.engine, memory_model.plan_of(context.config)
     return offloaded(int(plan[4:]), engine.deepspeed_config) if engine.kind == "deepspeed" else {}
 
 
@@ -169,7 +169,7 @@ def checkpoints_fit(context):
         return skip(reason)
     checkpoints, num_steps = context.config.checkpoints, context.config.training.num_train_steps
     each = memory_model.checkpoint_bytes(
-        context.engine_plan(), context.data_facts, context.config.training.dtype
+        memory_model.plan_of(context.config), context.data_facts, context.config.training.dtype
     )
     count = (
         checkpoints.keep_last

@@ -165,45 +165,39 @@ def interface_is_usable(context):
         on_node = context.environment_on(name)
         if on_node is None:
             on_node = context.value(name, "environment") or {}
-        variables = {
-            key: on_node[key]
-            for key in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-            if on_node.get(key)
-        }
+        keys = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        variables = {key: on_node[key] for key in keys if on_node.get(key)}
         usual = default_interface(facts)
-        problems = [
-            _interface_problem(key, value, facts, usual) for key, value in variables.items()
-        ]
+        problems = {
+            key: problem
+            for key, value in variables.items()
+            if (problem := _interface_problem(key, value, facts, usual))
+        }
         if context.local and not any(
             entry["loopback"] and entry["up"] for entry in facts["interfaces"]
         ):
             fix = "ip link set lo up (in a sandbox: let it set up the loopback interface)"
+            expected = "an interface with 127.0.0.1, where ranks meet"
+            yield fail("the loopback interface is down", expected, fix, name)
+        elif problems:
+            for key, problem in problems.items():
+                fix = (
+                    f"export {key}={usual}"
+                    if usual
+                    else "repair the interface that leads to the master"
+                )
+                yield fail(problem, "an interface that is up and leads to the master", fix, name)
+        elif variables:
+            yield ok(", ".join(f"{key}={value}" for key, value in variables.items()), name)
+        elif usual is None and not context.local:
             yield fail(
-                "the loopback interface is down",
-                "an interface with 127.0.0.1, where ranks meet",
-                fix,
+                "no interface is up with an address, except loopback and container bridges",
+                "one that leads to the other nodes",
+                "repair the node's network",
                 name,
             )
-            continue
-        for problem in filter(None, problems):
-            fix = (
-                f"export {problem[1]}={usual}"
-                if usual
-                else "repair the interface that leads to the master"
-            )
-            yield fail(problem[0], "an interface that is up and leads to the master", fix, name)
-        if not any(problems):
-            if not variables and usual is None and not context.local:
-                yield fail(
-                    "no interface is up with an address, except loopback and container bridges",
-                    "one that leads to the other nodes", "repair the node's network", name,
-                )  # fmt: skip
-            else:
-                yield ok(
-                    ", ".join(f"{k}={v}" for k, v in variables.items())
-                    or f"unset; {usual or 'lo'} leads to the master",
-                    name,
-                )
+        else:
+            yield ok(f"unset; {usual or 'lo'} leads to the master", name)
 
 
 def default_interface(facts: dict) -> str | None:
@@ -219,28 +213,25 @@ def _is_usable(entry: dict) -> bool:
     return entry["up"] and entry["address"] and not entry["loopback"] and not entry["virtual"]
 
 
-def _interface_problem(
-    key: str, value: str, facts: dict, usual: str | None
-) -> tuple[str, str] | None:
-    """Return (problem, variable) if a variable selects an unusable interface; None otherwise."""
-    if key.startswith("GLOO") and (value.startswith(("^", "=")) or "," in value):
-        return f"{key}={value}: gloo accepts one plain name", key
-    matching = _selected_interfaces(
-        "=" + value if key.startswith("GLOO") else value, facts["interfaces"]
-    )
-    interfaces = ", ".join(entry["name"] for entry in facts["interfaces"])
+def _interface_problem(key: str, value: str, facts: dict, usual: str | None) -> str | None:
+    """Return what is wrong with the interface that a variable selects; None if it is usable."""
+    is_gloo = key.startswith("GLOO")
+    if is_gloo and (value.startswith(("^", "=")) or "," in value):
+        return f"{key}={value}: gloo accepts one plain name"
+    matching = _selected_interfaces("=" + value if is_gloo else value, facts["interfaces"])
     if not matching:
-        return f"{key}={value}: this node has only {interfaces}", key
-    usable = [entry for entry in matching if _is_usable(entry)]
+        interfaces = ", ".join(entry["name"] for entry in facts["interfaces"])
+        return f"{key}={value}: this node has only {interfaces}"
+    usable = [entry["name"] for entry in matching if _is_usable(entry)]
     if not usable:
         entry = matching[0]
         problem = (
             "is loopback" if entry["loopback"] else "is a container bridge" if entry["virtual"]
             else "is down" if not entry["up"] else "has no address"
         )  # fmt: skip
-        return f"{key}={value}: {entry['name']} {problem}", key
-    if usual is not None and usual not in [entry["name"] for entry in usable]:
-        return f"{key}={value}, but the route to the master is {usual}", key
+        return f"{key}={value}: {entry['name']} {problem}"
+    if usual is not None and usual not in usable:
+        return f"{key}={value}, but the route to the master is {usual}"
     return None
 
 

@@ -69,14 +69,11 @@ def locks(args: dict) -> list[dict]:
 
     A lock is stale if it is older than STALE_SECONDS and no compiler runs on this node.
     """
-    root = os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "torch_extensions"
-    )
     building = any(
         os.path.basename(process.info["cmdline"][0]) in _BUILDERS for process in _running()
     )
     lock_files = []
-    for path in Path(root).glob("**/lock"):
+    for path in Path(_torch_extensions()).glob("**/lock"):
         age = time.time() - path.stat().st_mtime
         lock_files.append(
             {"path": str(path), "age": round(age), "stale": age > STALE_SECONDS and not building}
@@ -86,14 +83,8 @@ def locks(args: dict) -> list[dict]:
 
 def caches(args: dict) -> dict[str, dict]:
     """Return folder and file system of the build caches of torch and Triton."""
-    home = os.path.expanduser("~")
-    extensions = os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or f"{home}/.cache", "torch_extensions"
-    )
-    folders = {
-        "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR") or extensions,
-        "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR") or f"{home}/.triton/cache",
-    }
+    triton = os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache")
+    folders = {"TORCH_EXTENSIONS_DIR": _torch_extensions(), "TRITON_CACHE_DIR": triton}
     by_variable = {}
     for name, text in folders.items():
         folder = Path(text)
@@ -101,6 +92,12 @@ def caches(args: dict) -> dict[str, dict]:
             folder = folder.parent
         by_variable[name] = {"folder": text, "file_system": file_system(folder)}
     return by_variable
+
+
+def _torch_extensions() -> str:
+    """Return the folder of torch's JIT builds."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
 
 
 def _ssh_prefix(context, name: str) -> str:

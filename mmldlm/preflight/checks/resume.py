@@ -16,6 +16,7 @@ from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.config.resume_compat import batch_fix, diff_configs
 from mmldlm.errors import UserError
 from mmldlm.preflight.check import check, fail, ok, skip, warn
+from mmldlm.preflight.memory_model import plan_of
 from mmldlm.tasks.registry import build_config
 
 
@@ -65,14 +66,14 @@ def resume_plan(context):
         return warn("; ".join(damaged), "complete checkpoints", fix)
     saved = f"{manifest.get('engine')}, {manifest.get('world_size')} rank(s)"
     now = f"{context.world_size} rank(s)"
-    return ok(f"continues {folder} (saved on {saved}; now {context.engine_plan()}, {now})")
+    return ok(f"continues {folder} (saved on {saved}; now {plan_of(context.config)}, {now})")
 
 
 def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
     """Return the differences between the checkpoint and this run that forbid a resume."""
     config = context.config
     state = read_training_state(folder)
-    batch = _global_batch(context)
+    batch = context.global_batch
     differences = []
     if state.get("seed") not in (None, config.training.seed):
         differences.append(f"training.seed {state['seed']}, now {config.training.seed}")
@@ -94,15 +95,10 @@ def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
     return differences + diff_configs(folder, resolved).errors
 
 
-def _global_batch(context) -> int:
-    training = context.config.training
-    return training.train_batch_size * training.grad_accum_steps * context.world_size
-
-
 def _resume_fix(context, folder: Path) -> str:
     state = read_training_state(folder)
     batch = state.get("global_batch") or 0
-    if batch and batch != _global_batch(context):
+    if batch and batch != context.global_batch:
         fix = batch_fix(batch, context.config.training.train_batch_size, context.world_size)
         if fix is not None:
             return f"{fix} (the sample order depends on the global batch)"

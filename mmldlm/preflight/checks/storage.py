@@ -8,8 +8,9 @@ import json
 import os
 import time
 import uuid
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from mmldlm.cluster.agent import AgentFailure, AgentPool
 from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
@@ -47,16 +48,17 @@ def data(args: dict) -> dict:
         except OSError as error:
             files[name] = {"error": describe_os_error(error)}
             continue
-        facts = {"bytes": size}
-        if fraction == 1.0 and time.monotonic() < deadline:
-            facts["sha256"], done = _hash(path, [(0, size)])
-            read += done
-        elif time.monotonic() < deadline:
+        files[name] = {"bytes": size}
+        if time.monotonic() > deadline:
+            continue
+        if fraction == 1.0:
+            what, spans = "sha256", [(0, size)]
+        else:
             count = max(2, int(size * fraction) // _BLOCK)
             starts = sorted({i * max(size - _BLOCK, 0) // (count - 1) for i in range(count)})
-            facts["blocks"], done = _hash(path, [(start, _BLOCK) for start in starts])
-            read += done
-        files[name] = facts
+            what, spans = "blocks", [(start, _BLOCK) for start in starts]
+        files[name][what], done = _hash(path, spans)
+        read += done
     return {
         "manifest_sha256": [hashlib.sha256(text).hexdigest() for text in texts.values()],
         "files": files,
@@ -109,28 +111,36 @@ def checkpoints(args: dict) -> dict:
         "free_inodes": space.f_favail if space.f_files else None,
         "file_system": file_system(folder),
     }
-    probe = folder / f".mmldlm_preflight_{os.uname().nodename}_{os.getpid()}"
     try:
-        block = os.urandom(1 << 20)
-        size = max(min(WRITE_BYTES, facts["free"] // 2), 1)
-        started, num_bytes = time.perf_counter(), 0
-        with open(probe, "wb") as file:
-            while num_bytes < size and time.perf_counter() - started < 5:
-                num_bytes += file.write(block[: size - num_bytes])
-            file.flush()
-            os.fsync(file.fileno())
-        facts["bytes_per_second"] = num_bytes / (time.perf_counter() - started)
-        renamed = probe.with_name(probe.name + "_renamed")
-        os.rename(probe, renamed)
-        facts["rename"] = renamed.exists() and not probe.exists()
-        renamed.unlink()
+        with probe_file(folder) as probe:
+            block = os.urandom(1 << 20)
+            size = max(min(WRITE_BYTES, facts["free"] // 2), 1)
+            started, num_bytes = time.perf_counter(), 0
+            with open(probe, "wb") as file:
+                while num_bytes < size and time.perf_counter() - started < 5:
+                    num_bytes += file.write(block[: size - num_bytes])
+                file.flush()
+                os.fsync(file.fileno())
+            facts["bytes_per_second"] = num_bytes / (time.perf_counter() - started)
+            renamed = probe.with_name(probe.name + "_renamed")
+            os.rename(probe, renamed)
+            facts["rename"] = renamed.exists() and not probe.exists()
+            renamed.unlink()
     except OSError as error:
         facts["write_error"] = describe_os_error(error)
-    finally:
-        with contextlib.suppress(OSError):
-            # Deleting fails on a read-only file system.
-            probe.unlink(missing_ok=True)
     return facts
+
+
+@contextlib.contextmanager
+def probe_file(folder: str | Path) -> Iterator[Path]:
+    """Return the path of a file to write in a folder; it is deleted when the block ends."""
+    path = Path(folder) / f".mmldlm_preflight_{os.uname().nodename}_{os.getpid()}"
+    try:
+        yield path
+    finally:
+        # Deleting fails on a read-only file system.
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def file_system(folder: Path) -> str:
@@ -145,51 +155,43 @@ def file_system(folder: Path) -> str:
 
 
 def collect_shared_folder(context, pool: AgentPool) -> None:
-    """Test whether all nodes see a file of the first writer, and the first one a file of the last
-    reader.
+    """Test whether all nodes see a file of the first node that can write, and then one of the last
+    node that sees it.
     """
-    folders = context.probe_values("checkpoints")
-    writers = [
-        name
-        for name, facts in folders.items()
+    folders = {
+        name: facts["folder"]
+        for name, facts in context.probe_values("checkpoints").items()
         if "write_error" not in facts and name not in pool.failures
-    ]
-    if not writers:
+    }
+    if not folders:
         return
-    first = writers[0]
-    seen = _file_visible_from(pool, first, folders[first]["folder"], None)
+    seen = _visibility(pool, next(iter(folders)), folders)
     context.shared_folder.update(seen)
-    readers = [name for (_, name), visible in seen.items() if visible and name in writers]
+    readers = [name for (_, name), visible in seen.items() if visible and name in folders]
     if readers:
-        context.shared_folder.update(
-            _file_visible_from(pool, readers[-1], folders[readers[-1]]["folder"], first)
-        )
+        context.shared_folder.update(_visibility(pool, readers[-1], folders))
 
 
-def _file_visible_from(
-    pool: AgentPool, writer: str, folder: str, reader: str | None
+def _visibility(
+    pool: AgentPool, writer: str, folders: dict[str, str]
 ) -> dict[tuple[str, str], bool]:
-    """Return (writer, reader) -> whether a new file of the writer is visible, for one reader or
-    all other nodes.
+    """Return (writer, reader) -> whether a new file of the writer is visible; empty if it cannot
+    be written.
     """
-    text = uuid.uuid4().hex
-    path = os.path.join(folder, f".mmldlm_preflight_{text}")
-    agent = pool.agents[writer]
+    agent, text = pool.agents[writer], uuid.uuid4().hex
+    probe = {"path": os.path.join(folders[writer], f".mmldlm_preflight_{text}"), "text": text}
     try:
-        if "value" not in agent.request("write_probe_file", {"path": path, "text": text}, 15):
+        if "value" not in agent.request("write_probe_file", probe, 15):
             return {}
-        if reader is not None:
-            answers = {reader: pool.agents[reader].request("read_probe_file", {"path": path}, 15)}
-        else:
-            answers = pool.call("read_probe_file", {"path": path}, timeout=15)
-        agent.request("remove_probe_file", {"path": path}, 15)
-        return {
-            (writer, name): answer.get("value") == text
-            for name, answer in answers.items()
-            if name != writer
-        }
+        answers = pool.call("read_probe_file", probe, timeout=15)
+        agent.request("remove_probe_file", probe, 15)
     except (AgentFailure, RuntimeError):
         return {}
+    return {
+        (writer, name): answer.get("value") == text
+        for name, answer in answers.items()
+        if name != writer
+    }
 
 
 @check("DATA002", 1, "node", "data present")
@@ -263,7 +265,7 @@ def data_is_the_same(context):
         return
     entries = _manifest(context)
     usual = majority({n: a["manifest_sha256"] for n, a in answers.items()})
-    usual_blocks = _usual_blocks(answers)
+    usual_blocks = _usual_blocks(a for a in answers.values() if a["manifest_sha256"] == usual)
     for name, facts in answers.items():
         fix = f"copy the store to {name} again (rsync -ac), or mount one store on all nodes"
         if facts["manifest_sha256"] != usual:
@@ -284,15 +286,14 @@ def data_is_the_same(context):
             yield ok(f"{fraction:.0%} of {format_bytes(facts['bytes_total'])} read", name)
 
 
-def _usual_blocks(answers: dict[str, dict]) -> dict[str, Any]:
-    """Return file -> hash of its sampled blocks on most nodes; None where most read the file
-    whole.
-    """
-    by_file: dict[str, dict[str, Any]] = {}
-    for name, facts in answers.items():
+def _usual_blocks(answers: Iterable[dict]) -> dict[str, str]:
+    """Return file -> hash of its sampled blocks on most of the nodes that read them in time."""
+    by_file: dict[str, list[str]] = {}
+    for facts in answers:
         for file, seen in facts["files"].items():
-            by_file.setdefault(file, {})[name] = seen.get("blocks")
-    return {file: majority(blocks) for file, blocks in by_file.items()}
+            if "blocks" in seen:
+                by_file.setdefault(file, []).append(seen["blocks"])
+    return {file: Counter(hashes).most_common(1)[0][0] for file, hashes in by_file.items()}
 
 
 @check("CKPT001", 1, "node", "checkpoint folder")

@@ -47,7 +47,7 @@ def _nccl_version() -> str | None:
 
 
 def code(args: dict) -> dict:
-    """Return the folder of mmldlm, a hash of its sources, and the git commit if known."""
+    """Return a hash of mmldlm's sources, and the git commit if known."""
     package = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -60,7 +60,7 @@ def code(args: dict) -> dict:
             ["git", "-C", package.parent, "rev-parse", "HEAD"], capture_output=True, text=True
         )
         commit = done.stdout.strip() or None if done.returncode == 0 else None
-    return {"folder": str(package), "sources": digest.hexdigest()[:16], "commit": commit}
+    return {"sources": digest.hexdigest()[:16], "commit": commit}
 
 
 @check("VER001", 2, "node", "versions")

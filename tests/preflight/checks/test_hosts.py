@@ -30,3 +30,13 @@ def test_a_node_without_a_package_says_which_to_install():
     found = run("SSH006", context)["b"]
     assert found.status == FAIL and "psutil" in found.measured
     assert found.fix == "on b: pip install -c constraints.txt psutil"
+
+
+def test_a_node_on_which_nothing_could_be_measured_is_not_passed_over():
+    """As where its process table is full: no probe can be started."""
+    context = make_context(("a", "b"), limits={})
+    del context.facts["b"]
+    context.errors["b", "collect_facts"] = "b: BlockingIOError: Resource temporarily unavailable"
+    found = run("SSH006", context)
+    assert (found["a"].status, found["b"].status) == (PASS, ERROR)
+    assert "collect_facts failed on b: BlockingIOError" in found["b"].why

@@ -109,3 +109,17 @@ def test_a_single_store_is_named_by_its_own_files(tmp_path):
     context = make_context(data=found)
     context.config = build_config({"data": {"latent_data_root": str(tmp_path / "one")}})
     assert {result.status for result in run("DATA003", context).values()} == {PASS}
+
+
+def test_a_node_that_read_more_in_time_than_the_others_has_the_same_data():
+    """Of a large store a fast disk reads blocks that slow ones do not reach."""
+    few = {"manifest_sha256": ["x"], "bytes_total": 1 << 40, "bytes_read": 1, "files": {}}
+    few["files"] = {"a": {"bytes": 1, "blocks": "0"}, "b": {"bytes": 1}}
+    both = {**few, "files": {name: {"bytes": 1, "blocks": "0"} for name in "ab"}}
+    context = make_context(data={"a": few, "b": few, "c": both})
+    context.config = build_config({"data": {"latent_data_root": "absent"}})
+    assert {result.status for result in run("DATA003", context).values()} == {PASS}
+    other = {**few, "files": {"a": {"bytes": 1, "blocks": "1"}, "b": {"bytes": 1}}}
+    context = make_context(data={"a": few, "b": other, "c": both})
+    context.config = build_config({"data": {"latent_data_root": "absent"}})
+    assert [run("DATA003", context)[name].status for name in "abc"] == [PASS, FAIL, PASS]
