@@ -23,8 +23,8 @@ from mmldlm.data.encoders.model_files import (
     read_tokenizer,
     weights_files,
 )
-from mmldlm.data.encoders.modules_file import MODULES
 from mmldlm.data.encoders.sentence_transformer import (
+    MODULES,
     bare_transformer,
     positions,
     read_sentence_transformer,
@@ -40,11 +40,6 @@ _IDENTITY_OPTIONS = ("pooling", "normalize", "max_length")
 _OMITTED_OPTIONS = {"prefix": "", "lower_case": False, "include_prompt": True}
 # Number of tokens that are read of a text by a model without a limit of its own.
 _UNLIMITED = 8192
-
-
-def usable_device(device: str | None) -> str:
-    """Return the requested device, else a GPU if there is one."""
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def usable_dtype(dtype: str | None, device: str) -> str:
@@ -128,7 +123,7 @@ class Encoder:
         self.folder, self.source = find_model_folder(name, cache_dir)
         self.name, spec = name, _find_spec(name, self.folder, options)
         self.transformer_folder = self.folder / spec.subfolder
-        self.device = usable_device(device)
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.batch_tokens = batch_tokens or (1024 if self.device == "cpu" else 65536)
         self.batch_size = batch_size
         self.dtype = usable_dtype(dtype, self.device)

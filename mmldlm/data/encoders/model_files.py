@@ -18,8 +18,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.encoders.modules_file import MODULES, read_modules
-from mmldlm.data.encoders.sentence_transformer import transformer_folder
+from mmldlm.data.encoders.sentence_transformer import (
+    MODULES,
+    read_modules,
+    transformer_folder,
+)
 from mmldlm.data.encoders.specs import ENCODERS, UNKNOWN_ENCODER, EncoderSpec
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
@@ -69,7 +72,7 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
             f"--encoder {name}",
             "choose one of these encoders",
         )
-    spec = ENCODERS.get(name) or EncoderSpec(name, None, None, None, 512)
+    spec = ENCODERS.get(name) or EncoderSpec(name)
     if spec.package is not None:
         # find_spec of a top-level name finds the package without importing it.
         module_spec = importlib.util.find_spec(spec.package[0])

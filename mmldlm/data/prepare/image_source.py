@@ -19,11 +19,11 @@ from rich.console import Console
 from mmldlm.data.codebook import CodeStatistics
 from mmldlm.data.corpora.image_corpus import open_image_corpus
 from mmldlm.data.corpora.image_lists import ImageCorpus
-from mmldlm.data.encoders.vae import default_device, usable_dtype
-from mmldlm.data.image_codec import ImageCodec
+from mmldlm.data.encoders.vae import usable_dtype
+from mmldlm.data.image_codec import ImageCodec, VaeCodec
 from mmldlm.data.images import is_dark, to_patches
 from mmldlm.data.prepare import read, select
-from mmldlm.data.prepare.encode import device_of_rank, load_vae_codec
+from mmldlm.data.prepare.encode import device_of_rank
 from mmldlm.data.prepare.fit_codec import fit_codec
 from mmldlm.data.prepare.inputs import FileIdentities, autoencoder_inputs
 from mmldlm.data.prepare.options import ImageOptions, check_image_options, complete_options
@@ -166,13 +166,18 @@ class ImageSource(Source):
     def encoder_inputs(self, identities: FileIdentities) -> dict[str, str]:
         if self.vae is None:
             return {}
-        device = device_of_rank(self.queue.local_rank) or default_device()
-        dtype = usable_dtype(self.vae, self.options.dtype, device)
+        dtype = usable_dtype(self.vae, self.options.dtype, device_of_rank(self.queue.local_rank))
         return autoencoder_inputs(self.vae, dtype, identities)
 
     def load_encoder(self) -> None:
-        if self.vae is not None and self.codec is None:
-            self.codec = load_vae_codec(self.options, self.vae, self.queue)
+        options, files = self.options, self.vae
+        if files is None or self.codec is not None:
+            return
+        device = device_of_rank(self.queue.local_rank)
+        dtype = usable_dtype(files, options.dtype, device)
+        folder = None if files.source.startswith("hub:") else str(files.folder.resolve())
+        codec = VaeCodec.of_files(files, options.image_size, dtype, folder)
+        self.codec = codec.ready(device=device, batch_size=options.batch_size)
 
     def read(self) -> None:
         self.load_encoder()

@@ -16,7 +16,7 @@ import numpy as np
 
 from mmldlm.data.arrays import read_npz, write_npz
 from mmldlm.data.corpora.image_lists import ImageCorpus, ImageSample
-from mmldlm.data.corpora.text_corpus import ReadUnit
+from mmldlm.data.corpora.text_files import ReadUnit
 from mmldlm.data.image_codec import ImageCodec
 from mmldlm.data.images import UnreadableImage
 from mmldlm.data.sentences import content_hash

@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 
 from mmldlm.data.corpora.text_corpus import Corpus, open_corpus
-from mmldlm.data.encoders.encoder import Encoder, usable_device, usable_dtype
+from mmldlm.data.encoders.encoder import Encoder, usable_dtype
 from mmldlm.data.prepare import encode, select, tokenize
 from mmldlm.data.prepare.encode import device_of_rank
 from mmldlm.data.prepare.inputs import FileIdentities, encoder_inputs
@@ -96,7 +96,7 @@ class TextSource(Source):
 
     def encoder_inputs(self, identities: FileIdentities) -> dict[str, str]:
         options = self.options
-        dtype = usable_dtype(options.dtype, usable_device(device_of_rank(self.queue.local_rank)))
+        dtype = usable_dtype(options.dtype, device_of_rank(self.queue.local_rank))
         return encoder_inputs(options.encoder, options.cache_dir, dtype, identities)
 
     def load_encoder(self) -> None:
