@@ -18,6 +18,7 @@ import os
 import shutil
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,21 +34,16 @@ from mmldlm.data.latents_file import LatentRow, find_rows
 from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.prepare import select
 from mmldlm.data.prepare import tokenizer as tokenizers
+from mmldlm.data.prepare.source import account_for, write_split
 from mmldlm.data.prepare.summary import print_summary
 from mmldlm.data.prepare.tokenize import truncate
-from mmldlm.data.prepare.work_dir import (
-    check_output_free,
-    check_readable,
-    commit,
-    latents_suffix,
-    versions,
-)
+from mmldlm.data.prepare.work_dir import check_output_free, finish, latents_suffix, versions
 from mmldlm.data.sentences import MAX_TEXT_BYTES, content_hash, fold_spaces
 from mmldlm.data.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION
-from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown
-from mmldlm.data.writers import FILES_FORMAT, LatentStatistics, StoreSplit
+from mmldlm.data.unknown_tokens import check_unknown_share
+from mmldlm.data.writers import FILES_FORMAT, Block, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
-from mmldlm.utils.atomic_files import list_files, write_json
+from mmldlm.utils.atomic_files import list_files
 from mmldlm.utils.formatting import describe_counts, is_utf8, join_some
 from mmldlm.utils.input_files import LeftOut, open_regular
 from mmldlm.utils.json_files import read_json
@@ -120,11 +116,19 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        summaries, statistics = packer.write_splits(partial, chosen, texts, samples)
-        for split, summary in summaries.items():
+        statistics = LatentStatistics(packer.latent_dim, len(chosen["train"]) * latents_per_text)
+        summaries = {}
+        for split, rows in chosen.items():
+            summary = summaries[split] = write_split(
+                StoreSplit(partial, split, packer.latent_shape, identity["vocab_size"]),
+                packer.blocks(rows, texts, samples),
+                tokenizer.unk_token_id,
+                statistics if split == "train" else None,
+            )
             warning = check_unknown_share(summary["num_unknown"], summary["num_tokens"], split)
             if warning is not None:
                 console.print(f"warning: {warning}", soft_wrap=True)
+        latent_stats = statistics.result()
         save_tokenizer(tokenizer, partial / TOKENIZER_FOLDER)
         encoder = prepared.get("encoder") or {
             "name": options.encoder or UNKNOWN_ENCODER,
@@ -135,8 +139,8 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
             "version": VERSION,
             "latent_dim": packer.latent_dim,
             **latents_suffix(latents_per_text),
-            "encoder": _with_normalize(encoder, statistics["norm"]),
-            "latent_stats": statistics,
+            "encoder": _with_normalize(encoder, latent_stats["norm"]),
+            "latent_stats": latent_stats,
             "tokenizer": identity,
             "splits": summaries,
             "corpus": _describe_corpus(source, summaries, counts, left_out),
@@ -144,9 +148,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
             "files": list_files(partial),
             "created_with": versions(),
         }
-        write_json(partial / MANIFEST, manifest)
-        check_readable(partial, summaries)
-        commit(partial, root, options.force)
+        finish(partial, root, manifest, options.force)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -218,18 +220,10 @@ def _describe_corpus(
     source: Path, summaries: dict[str, dict[str, int]], counts: Counter, left_out: LeftOut
 ) -> dict[str, Any]:
     """Return the manifest's entry of the corpus, in which every sample is accounted for."""
-    dropped = {
-        key[5:]: value
-        for key, value in sorted(counts.items())
-        if key.startswith("drop_") and value
-    }
     num_packed = sum(summary["num_samples"] for summary in summaries.values())
-    assert counts["read"] == num_packed + sum(dropped.values()), "a sample is not accounted for"
     return {
         "source": f"files:{source.resolve().name}",
-        "read": counts["read"],
-        "kept": num_packed,
-        "dropped": dropped,
+        **account_for(counts, num_packed),
         **({"truncated": counts["truncated"]} if counts["truncated"] else {}),
         "files": counts["files"],
         **left_out.entry(),
@@ -307,35 +301,21 @@ class _Packer:
                 del texts[split][position]
                 self.counts["drop_latent_of_another_dimension"] += 1
 
-    def write_splits(
+    def blocks(
         self,
-        folder: Path,
-        chosen: dict[str, list[tuple[str, int]]],
+        rows: list[tuple[str, int]],
         texts: dict[str, dict[int, tuple[str, np.ndarray]]],
         samples: dict[str, list[Sample]],
-    ) -> tuple[dict[str, dict[str, int]], dict[str, Any]]:
-        """Write all splits; return their summaries and the statistics of the training latents."""
-        summaries, statistics = {}, {}
-        for split, rows in chosen.items():
-            writer = StoreSplit(folder, split, self.latent_shape, self.vocab_size)
-            latent_statistics = LatentStatistics(
-                self.latent_dim, len(rows) * self.latents_per_text
-            )
-            num_unknown = 0
-            for block in (rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)):
-                pairs = [texts[origin][position] for origin, position in block]
-                latents = np.stack(
-                    [self.latent(samples[origin][position]) for origin, position in block]
-                )
-                writer.add([text for text, _ in pairs], [ids for _, ids in pairs], latents)
-                latent_statistics.add(latents)
-                num_unknown += count_unknown(
-                    [ids for _, ids in pairs], self.tokenizer.unk_token_id
-                )
-            summaries[split] = {**writer.close(), "num_unknown": num_unknown}
-            if split == "train":
-                statistics = latent_statistics.result()
-        return summaries, statistics
+    ) -> Iterator[Block]:
+        """Yield the samples of a split, given by (original split, position)."""
+        for block in (rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)):
+            pairs = [texts[origin][position] for origin, position in block]
+            vectors = [
+                samples[origin][position].read_latent().reshape(self.latent_shape)
+                for origin, position in block
+            ]
+            latents = np.stack(vectors).astype(np.float32)
+            yield Block([text for text, _ in pairs], [ids for _, ids in pairs], latents)
 
     @property
     def latent_shape(self) -> tuple[int, ...]:
@@ -345,10 +325,6 @@ class _Packer:
             if self.latents_per_text == 1
             else (self.latents_per_text, self.latent_dim)
         )
-
-    def latent(self, sample: Sample) -> np.ndarray:
-        """Read the latents of a sample as float32 [D] or [K, D]."""
-        return sample.read_latent().reshape(self.latent_shape).astype(np.float32)
 
     def _inspect_latent(self, sample: Sample) -> tuple[int, str | None]:
         """Return the dimension of a sample's latents, and the reason why they are unusable,
@@ -431,11 +407,7 @@ def _choose(
         return {
             split: [(split, int(position)) for position in positions[split]] for split in SPLITS
         }
-    keys = select.split_keys(hashes["train"], options.seed)
-    num_validation = min(select.num_validation(len(keys), options.validation_samples), len(keys))
-    inside = (
-        keys <= np.sort(keys)[num_validation - 1] if num_validation else np.zeros(0, dtype=bool)
-    )
+    inside = select.in_validation(hashes["train"], options.validation_samples, options.seed)
     return {
         "train": [("train", int(position)) for position in positions["train"][~inside]],
         "validation": [("train", int(position)) for position in positions["train"][inside]],

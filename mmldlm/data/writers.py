@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,26 @@ MAX_IMAGE_SIZE, MAX_LATENTS, MAX_LATENT_DIM = 1 << 14, 1 << 20, 1 << 20
 COVARIANCE_ROWS = 262_144
 
 
+@dataclass
+class Block:
+    """Consecutive samples of a split, ready to be written.
+
+    Attributes:
+        texts, tokens: B texts and their token ids.
+        latents: [B, D] or [B, K, D] in the dtype of the store.
+        documents: [B] rows of their texts in the corpus; None for images.
+        groups: [B] groups of images; None for texts.
+        num_cut: Number of texts that are longer than the encoder reads.
+    """
+
+    texts: Sequence[str]
+    tokens: Sequence[np.ndarray]
+    latents: np.ndarray
+    documents: np.ndarray | None = None
+    groups: np.ndarray | None = None
+    num_cut: int = 0
+
+
 class StoreSplit:
     """One split of a packed store, written block by block in the order of its samples.
 
@@ -31,11 +52,9 @@ class StoreSplit:
         split: Name of the split.
         latent_shape: Shape of a sample's latents, [D] or [K, D].
         vocab_size: Upper bound of the token ids.
-        with_documents: Whether to write documents.npy, the row of the document that each sample is
-            a piece of.
         latent_dtype: Dtype of latents.npy and of all given latents: float32, float16, uint8 or
             uint16.
-        with_groups: Whether to write groups.npy.
+        columns: Fields of `Block` that are written, too: `documents`, `groups`.
     """
 
     def __init__(
@@ -44,81 +63,66 @@ class StoreSplit:
         split: str,
         latent_shape: Sequence[int],
         vocab_size: int,
-        with_documents: bool = False,
         latent_dtype=np.float32,
-        with_groups: bool = False,
+        columns: Sequence[str] = (),
     ):
         folder = root / split
         folder.mkdir(parents=True)
-        self.vocab_size = vocab_size
-        token_dtype = np.uint16 if vocab_size <= 2**16 else np.int32
-        self._text = NpyWriter(folder / "text.npy", np.uint8)
-        self._tokens = NpyWriter(folder / "tokens.npy", token_dtype)
-        self._text_offsets = NpyWriter(folder / "text_offsets.npy", np.int64)
-        self._token_offsets = NpyWriter(folder / "token_offsets.npy", np.int64)
-        self._lengths: NpyWriter | None = NpyWriter(folder / "lengths.npy", np.uint16)
-        self._latents = NpyWriter(folder / "latents.npy", latent_dtype, latent_shape)
-        self._documents = NpyWriter(folder / "documents.npy", np.int64) if with_documents else None
-        self._groups = NpyWriter(folder / "groups.npy", np.int64) if with_groups else None
-        for offsets in (self._text_offsets, self._token_offsets):
-            offsets.append(np.zeros(1, np.int64))
-        self._ends = [0, 0]
+        self._vocab_size, self._columns = vocab_size, columns
+        dtypes = {
+            "text": np.uint8,
+            "text_offsets": np.int64,
+            "tokens": np.uint16 if vocab_size <= 2**16 else np.int32,
+            "token_offsets": np.int64,
+            "lengths": np.uint16,
+            **dict.fromkeys(columns, np.int64),
+        }
+        self._arrays = {name: NpyWriter(folder / f"{name}.npy", dtypes[name]) for name in dtypes}
+        self._arrays["latents"] = NpyWriter(folder / "latents.npy", latent_dtype, latent_shape)
+        self._ends = {"text_offsets": 0, "token_offsets": 0}
+        for name in self._ends:
+            self._arrays[name].append(np.zeros(1, np.int64))
         self.summary = {"num_samples": 0, "num_tokens": 0, "max_tokens": 0}
 
-    def add(
-        self,
-        texts: Sequence[str],
-        tokens: Sequence[np.ndarray],
-        latents: np.ndarray,
-        documents: np.ndarray | None = None,
-        groups: np.ndarray | None = None,
-    ) -> None:
-        """Append samples: their texts, token ids, latents, documents, and groups."""
-        assert len(texts) == len(tokens) == len(latents)
-        assert self._latents.dtype != np.uint8 or latents.dtype == np.uint8, (
+    def add(self, block: Block) -> None:
+        """Append samples."""
+        texts, arrays = block.texts, self._arrays
+        assert len(texts) == len(block.tokens) == len(block.latents)
+        assert arrays["latents"].dtype != np.uint8 or block.latents.dtype == np.uint8, (
             "values are not scaled on writing"
         )
         if not len(texts):
             return
-        raw = [text.encode("utf-8") for text in texts]
-        flat = np.concatenate(tokens)
-        assert len(flat) == 0 or (0 <= flat.min() and flat.max() < self.vocab_size)
-        lengths = [len(ids) for ids in tokens]
-        columns = (
-            (self._text_offsets, [len(text) for text in raw]),
-            (self._token_offsets, lengths),
-        )
-        for i, (writer, sizes) in enumerate(columns):
-            ends = self._ends[i] + np.cumsum(sizes, dtype=np.int64)
-            writer.append(ends)
-            self._ends[i] = int(ends[-1])
-        self._add_lengths(lengths)
-        self._text.append(np.frombuffer(b"".join(raw), dtype=np.uint8))
-        self._tokens.append(flat)
-        self._latents.append(latents)
-        if self._documents is not None:
-            self._documents.append(documents)
-        if self._groups is not None:
-            self._groups.append(groups)
+        raw, flat = [text.encode("utf-8") for text in texts], np.concatenate(block.tokens)
+        assert len(flat) == 0 or (0 <= flat.min() and flat.max() < self._vocab_size)
+        lengths = [len(ids) for ids in block.tokens]
+        self._append_ends("text_offsets", [len(text) for text in raw])
+        self._append_ends("token_offsets", lengths)
+        if max(lengths) > np.iinfo(np.uint16).max and "lengths" in arrays:
+            # Such a store is read by its offsets.
+            writer = arrays.pop("lengths")
+            writer.close()
+            writer.path.unlink()
+        if "lengths" in arrays:
+            arrays["lengths"].append(np.array(lengths))
+        arrays["text"].append(np.frombuffer(b"".join(raw), dtype=np.uint8))
+        arrays["tokens"].append(flat)
+        arrays["latents"].append(block.latents)
+        for name in self._columns:
+            arrays[name].append(getattr(block, name))
         self.summary["num_samples"] += len(texts)
         self.summary["num_tokens"] += sum(lengths)
         self.summary["max_tokens"] = max(self.summary["max_tokens"], *lengths)
 
-    def _add_lengths(self, lengths: Sequence[int]) -> None:
-        if self._lengths is not None and max(lengths) <= np.iinfo(np.uint16).max:
-            self._lengths.append(np.array(lengths))
-        elif self._lengths is not None:
-            # Such a store is read by its offsets.
-            self._lengths.close()
-            self._lengths.path.unlink()
-            self._lengths = None
+    def _append_ends(self, name: str, sizes: Sequence[int]) -> None:
+        ends = self._ends[name] + np.cumsum(sizes, dtype=np.int64)
+        self._arrays[name].append(ends)
+        self._ends[name] = int(ends[-1])
 
     def close(self) -> dict[str, int]:
         """Finish the files; return the split's summary for the manifest."""
-        arrays = (self._text, self._tokens, self._text_offsets, self._token_offsets, self._latents)
-        for writer in (*arrays, self._lengths, self._documents, self._groups):
-            if writer is not None:
-                writer.close()
+        for writer in self._arrays.values():
+            writer.close()
         return self.summary
 
 
@@ -139,16 +143,11 @@ class FilesSplit:
         self._json.write("[")
         self.summary = {"num_samples": 0, "num_tokens": 0, "max_tokens": 0}
 
-    def add(
-        self,
-        texts: Sequence[str],
-        tokens: Sequence[np.ndarray],
-        latents: np.ndarray,
-        documents: np.ndarray | None = None,
-        groups: np.ndarray | None = None,
-    ) -> None:
-        """Write samples, two files each; this layout has no groups."""
-        for position, (text, ids, latent) in enumerate(zip(texts, tokens, latents, strict=True)):
+    def add(self, block: Block) -> None:
+        """Write samples of texts, two files each."""
+        assert block.documents is not None
+        samples = zip(block.texts, block.tokens, block.latents, block.documents, strict=True)
+        for text, ids, latent, document in samples:
             index = self.summary["num_samples"]
             name = f"{self.split}_{index:09d}"
             record = {
@@ -156,7 +155,7 @@ class FilesSplit:
                 "text_path": f"texts/{self.split}/{name}.txt",
                 "latent_path": f"latents/{self.split}/{name}.npy",
                 "dataset": self.dataset,
-                "doc_id": int(documents[position]) if documents is not None else index,
+                "doc_id": int(document),
                 "model": self.model,
                 "embedding_dim": latent.shape[-1],
             }

@@ -28,14 +28,13 @@ from mmldlm.data.prepare.fit_codec import fit_codec
 from mmldlm.data.prepare.inputs import FileIdentities, autoencoder_inputs
 from mmldlm.data.prepare.options import ImageOptions, check_image_options, complete_options
 from mmldlm.data.prepare.read import ImageShards
-from mmldlm.data.prepare.source import Block, CorpusReport, Source
+from mmldlm.data.prepare.source import CorpusReport, Source
 from mmldlm.data.prepare.summary import RankProgress
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.data.prepare.tokenize import truncate
 from mmldlm.data.sentences import content_hash
-from mmldlm.data.store import as_float32
 from mmldlm.data.unknown_tokens import count_unknown
-from mmldlm.data.writers import LatentStatistics, StoreSplit
+from mmldlm.data.writers import Block, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import count_noun, join_some, printable
 from mmldlm.utils.resources import require_memory
@@ -93,6 +92,9 @@ class ImageSplit:
     tokens: list[np.ndarray]
     groups: np.ndarray
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
 
 @dataclass
 class _Candidates:
@@ -127,6 +129,8 @@ class ImageSource(Source):
         if queue.rank == 0:
             self._check_memory()
         self.codec: ImageCodec | None = None
+        # Split -> statistics of its codes, complete when `blocks` is through.
+        self.code_statistics: dict[str, CodeStatistics] = {}
         self.packages = ("pillow", "matplotlib", *(["diffusers"] if self.vae else []))
         self._has_read = False
 
@@ -245,7 +249,6 @@ class ImageSource(Source):
             name: self._tokenize(name, candidates, groups, positions)
             for name, positions in chosen.items()
         }
-        self.splits = list(self.samples)
 
     def _check_depth(self) -> None:
         """Check that images of 16 bits use their range, if their files do not declare another one.
@@ -397,38 +400,30 @@ class ImageSource(Source):
         if codebook is not None:
             image |= {"codes": len(codebook), "codebook": codebook.kind}
             image["codebook_statistics"] = {
-                name: statistics.result() for name, statistics in self.statistics.items()
+                name: statistics.result() for name, statistics in self.code_statistics.items()
             }
         return {"kind": "image", "image": {**image, "source": self.reports["train"].source}}
 
-    def latent_stats(self) -> dict[str, Any] | None:
-        return super().latent_stats() if self._codec.codebook is None else None
+    def open_statistics(self) -> LatentStatistics | None:
+        return super().open_statistics() if self._codec.codebook is None else None
 
     def codec_files(self) -> dict[str, Path]:
         return self._codec.files()
 
     def open_split(self, folder: Path, split: str, vocab_size: int) -> StoreSplit:
         dtype = _DTYPES[self._codec.latents]
-        return StoreSplit(
-            folder, split, self.latent_shape, vocab_size, latent_dtype=dtype, with_groups=True
-        )
+        return StoreSplit(folder, split, self.latent_shape, vocab_size, dtype, ("groups",))
 
     def blocks(self, split: str) -> Iterator[Block]:
         codec, samples, start = self._codec, self.samples[split], 0
-        num_latents = len(samples.rows) * codec.num_latents
-        statistics: LatentStatistics | CodeStatistics
-        if codec.codebook is None:
-            statistics = LatentStatistics(codec.latent_dim, num_latents)
-        else:
-            statistics = CodeStatistics(codec.codebook)
-        self.statistics[split] = statistics
+        if codec.codebook is not None:
+            self.code_statistics[split] = CodeStatistics(codec.codebook)
         for rows, values in samples.shards.blocks(samples.rows):
             stop = start + len(rows)
             latents = _stored_latents(codec, values)
-            if isinstance(statistics, CodeStatistics):
-                statistics.add(latents[..., 0].astype(np.int64), to_patches(values, codec.patch))
-            else:
-                statistics.add(as_float32(latents))
+            if codec.codebook is not None:
+                patches = to_patches(values, codec.patch)
+                self.code_statistics[split].add(latents[..., 0].astype(np.int64), patches)
             yield Block(
                 samples.captions[start:stop],
                 samples.tokens[start:stop],

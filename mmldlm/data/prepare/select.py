@@ -229,17 +229,15 @@ def _first_by_key(
     return samples.take(order), seen[examined], status[examined]
 
 
-def split_validation(samples: Samples, requested: int | None, seed: int) -> dict[str, Samples]:
-    """Assign the smallest split keys to validation; equal texts have equal keys and stay
-    together.
+def in_validation(hashes: np.ndarray, requested: int | None, seed: int) -> np.ndarray:
+    """Return [N] bools, whether a text is in the validation split: those with the smallest split
+    keys are, so that equal texts stay together.
     """
-    keys = split_keys(samples.hashes, seed)
+    keys = split_keys(hashes, seed)
     count = num_validation(len(keys), requested)
     if count > len(keys):
-        inside = np.ones(len(keys), dtype=bool)
-    else:
-        inside = keys <= np.partition(keys, count - 1)[count - 1]
-    return {"train": samples.take(~inside), "validation": samples.take(inside)}
+        return np.ones(len(keys), dtype=bool)
+    return keys <= np.partition(keys, count - 1)[count - 1]
 
 
 def caption_hashes(captions: Sequence[str]) -> np.ndarray:

@@ -7,28 +7,27 @@ describes (`image_source`).
 
 from __future__ import annotations
 
+import math
 import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
-from mmldlm.data.codebook import CodeStatistics
 from mmldlm.data.encoders.model_files import read_tokenizer, save_tokenizer
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.inputs import FileIdentities
 from mmldlm.data.prepare.options import ImageOptions, PrepareOptions
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.data.prepare.work_dir import TOKENIZER_IDENTITY, WorkDir
-from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER
-from mmldlm.data.unknown_tokens import check_unknown_share
-from mmldlm.data.writers import FilesSplit, LatentStatistics, StoreSplit
+from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER, as_float32
+from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown
+from mmldlm.data.writers import Block, FilesSplit, LatentStatistics, StoreSplit
 from mmldlm.utils.atomic_files import atomic_folder, write_json
 from mmldlm.utils.input_files import LeftOut
 
@@ -51,18 +50,7 @@ class CorpusReport:
 
     def entry(self, num_kept: int) -> dict[str, Any]:
         """Return the manifest's entry, in which every sample is accounted for."""
-        counts = self.counts
-        dropped = {
-            key.removeprefix("drop_"): count
-            for key, count in sorted(counts.items())
-            if key.startswith("drop_") and count
-        }
-        # A text in pieces counts as its pieces.
-        num_samples = counts["read"] - counts["chunked"] + counts["chunks"]
-        lost = num_samples - num_kept - sum(dropped.values())
-        assert lost == 0, f"{lost} samples are not accounted for: {counts}, {num_kept} kept"
-        entry = {"source": self.source, "read": counts["read"], "kept": num_kept}
-        return {**entry, "dropped": dropped, **self.details()}
+        return {"source": self.source, **account_for(self.counts, num_kept), **self.details()}
 
     def details(self) -> dict[str, Any]:
         """Return the entries beside the sums: counters that are not 0, and files left out."""
@@ -70,24 +58,40 @@ class CorpusReport:
         return {**noted, **self.left_out.entry()}
 
 
-@dataclass
-class Block:
-    """Consecutive samples of a split, ready to be written.
+def account_for(counts: Counter, num_kept: int) -> dict[str, Any]:
+    """Return the entries `read`, `kept` and `dropped` of a corpus."""
+    dropped = {
+        key.removeprefix("drop_"): count
+        for key, count in sorted(counts.items())
+        if key.startswith("drop_") and count
+    }
+    # A text in pieces counts as its pieces.
+    num_samples = counts["read"] - counts["chunked"] + counts["chunks"]
+    lost = num_samples - num_kept - sum(dropped.values())
+    assert lost == 0, f"{lost} samples are not accounted for: {counts}, {num_kept} kept"
+    return {"read": counts["read"], "kept": num_kept, "dropped": dropped}
 
-    Attributes:
-        texts, tokens: B texts and their token ids.
-        latents: [B, D] or [B, K, D] in the dtype of the store.
-        documents: [B] rows of their texts in the corpus; None for images.
-        groups: [B] groups of images; None for texts.
-        num_cut: Number of texts that are longer than the encoder reads.
+
+def write_split(
+    writer: StoreSplit | FilesSplit,
+    blocks: Iterable[Block],
+    unk_token_id: int | None,
+    statistics: LatentStatistics | None = None,
+) -> dict[str, int]:
+    """Write a split; return its summary for the manifest.
+
+    Args:
+        statistics: Statistics to which the latents are added.
     """
-
-    texts: list[str]
-    tokens: list[np.ndarray]
-    latents: np.ndarray
-    documents: np.ndarray | None = None
-    groups: np.ndarray | None = None
-    num_cut: int = 0
+    num_unknown = num_cut = 0
+    for block in blocks:
+        writer.add(block)
+        num_unknown += count_unknown(block.tokens, unk_token_id)
+        num_cut += block.num_cut
+        if statistics is not None:
+            statistics.add(as_float32(block.latents))
+    summary = {**writer.close(), "num_unknown": num_unknown}
+    return {**summary, "num_cut_by_encoder": num_cut} if num_cut else summary
 
 
 class Source(ABC):
@@ -107,12 +111,12 @@ class Source(ABC):
         format: Format of the output.
         packages: Packages, besides the usual ones, on which the bytes of the store may depend.
         reports: Split -> report of its corpus; `validation` only with a corpus of its own.
-        splits: Names of the splits, set by `select`.
-        statistics: Split -> statistics of its latents; complete when `blocks` is through.
+        samples: Split -> its samples, set by `select`.
     """
 
     options: PrepareOptions | ImageOptions
     reports: Mapping[str, CorpusReport]
+    samples: Mapping[str, Sized]
     format = FORMAT
     packages: tuple[str, ...] = ()
 
@@ -126,8 +130,6 @@ class Source(ABC):
         self.root, self.queue, self.console = root, queue, console
         self.work = WorkDir(root, queue)
         self.cache_dir = options.cache_dir
-        self.splits: list[str] = []
-        self.statistics: dict[str, LatentStatistics | CodeStatistics] = {}
 
     @abstractmethod
     def plan(self) -> dict[str, Any]:
@@ -200,9 +202,10 @@ class Source(ABC):
         """Return the manifest's entries of a store of images; none for texts."""
         return {}
 
-    def latent_stats(self) -> dict[str, Any] | None:
-        """Return the statistics of the training latents; None for ids of codes."""
-        return self.statistics["train"].result()
+    def open_statistics(self) -> LatentStatistics | None:
+        """Return the statistics of the training latents, still empty; None for ids of codes."""
+        *count, dim = self.latent_shape
+        return LatentStatistics(dim, len(self.samples["train"]) * math.prod(count))
 
     def codec_files(self) -> dict[str, Path]:
         """Return name -> file of what belongs to the latents."""

@@ -23,12 +23,12 @@ from mmldlm.data.prepare.inputs import FileIdentities, encoder_inputs
 from mmldlm.data.prepare.options import PrepareOptions, check_options
 from mmldlm.data.prepare.read import SelectedTexts, TextShards, read_unit
 from mmldlm.data.prepare.select import Samples
-from mmldlm.data.prepare.source import Block, CorpusReport, Source
+from mmldlm.data.prepare.source import CorpusReport, Source
 from mmldlm.data.prepare.summary import RankProgress
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.data.store import FORMAT
 from mmldlm.data.unknown_tokens import check_unknown_to_encoder
-from mmldlm.data.writers import FILES_FORMAT, FilesSplit, LatentStatistics, StoreSplit
+from mmldlm.data.writers import FILES_FORMAT, Block, FilesSplit, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_counts
 from mmldlm.utils.input_files import LeftOut
@@ -174,9 +174,8 @@ class TextSource(Source):
         self.tokenizer = self.read_tokenizer()
         samples = self._tokenize("train", rows, options.max_samples)
         if held is None:
-            self.samples = select.split_validation(
-                samples, options.validation_samples, options.seed
-            )
+            inside = select.in_validation(samples.hashes, options.validation_samples, options.seed)
+            self.samples = {"train": samples.take(~inside), "validation": samples.take(inside)}
         else:
             held_rows = self._deduplicate("validation", None)
             validation = self._tokenize("validation", held_rows, options.validation_samples)
@@ -185,7 +184,6 @@ class TextSource(Source):
             counts = self.reports["train"].counts
             counts["drop_in_validation_corpus"] += len(samples) - len(remaining)
             self.samples = {"train": remaining, "validation": validation}
-        self.splits = list(self.samples)
         self._check_splits()
 
     def _deduplicate(self, name: str, held_out: np.ndarray | None) -> np.ndarray:
@@ -287,7 +285,7 @@ class TextSource(Source):
         total = sum(map(len, self.samples.values()))
         label = f"encoding with {self._encoder.name}"
         with RankProgress(self.console, self.queue, label, "sentences", total) as progress:
-            self.encoded = {split: self._encode_split(split, progress) for split in self.splits}
+            self.encoded = {split: self._encode_split(split, progress) for split in self.samples}
 
     @property
     def _encoder(self) -> Encoder:
@@ -387,22 +385,18 @@ class TextSource(Source):
         report = self.reports["train"]
         if self.format == FILES_FORMAT:
             return FilesSplit(folder, split, report.source, self._encoder.name)
-        has_documents = bool(report.counts["chunked"])
-        return StoreSplit(folder, split, self.latent_shape, vocab_size, has_documents)
+        columns = ("documents",) if report.counts["chunked"] else ()
+        return StoreSplit(folder, split, self.latent_shape, vocab_size, columns=columns)
 
     def blocks(self, split: str) -> Iterator[Block]:
         """Yield the samples that have a latent, shard by shard."""
         samples, texts = self.samples[split], self._texts_of(split)
-        num_latents = len(samples) * self.options.latents_per_text
-        statistics = LatentStatistics(self._encoder.latent_dim, num_latents)
-        self.statistics[split] = statistics
         for shard, path in enumerate(self.encoded[split]):
             start = shard * encode.SAMPLES_PER_SHARD
             stop = start + encode.SAMPLES_PER_SHARD
             encoded = encode.read_encoded(path)
             part, ids = samples.read(texts, start, stop)
             keep = np.flatnonzero(encoded.is_ok)
-            statistics.add(encoded.latents)
             yield Block(
                 [part[i] for i in keep],
                 [ids[i] for i in keep],

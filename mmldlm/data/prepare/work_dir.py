@@ -27,7 +27,7 @@ from mmldlm.data.prepare.inputs import (
 )
 from mmldlm.data.prepare.options import diff_options
 from mmldlm.data.prepare.task_queue import TaskQueue
-from mmldlm.data.store import Store
+from mmldlm.data.store import FORMAT, Store
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import fsync_path, write_json
 from mmldlm.utils.formatting import is_utf8, join_some, printable
@@ -314,6 +314,19 @@ def _describe_existing(root: Path, plan: dict[str, Any] | None) -> str:
         "the order or the captions of its corpus"
     ]
     return f"a store of the same options whose files have changed: {'; '.join(changes)}"
+
+
+def finish(partial: Path, root: Path, manifest: dict[str, Any], force: bool) -> None:
+    """Write the manifest of a finished folder, check that a store opens, and rename the folder to
+    its place.
+
+    Raises:
+        UserError: as of `commit`.
+    """
+    write_json(partial / MANIFEST, manifest)
+    if manifest["format"] == FORMAT:
+        check_readable(partial, manifest["splits"])
+    commit(partial, root, force)
 
 
 def commit(partial: Path, root: Path, force: bool) -> None:
