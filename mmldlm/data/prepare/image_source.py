@@ -202,13 +202,12 @@ class ImageSource(Source):
         options, samples, size = self.options, corpus.samples, read.IMAGES_PER_SHARD
         stage, label = f"read-images-{name}", f"reading {name}"
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
-        paths = self.work.task_paths(stage, len(parts))
         shape = (options.image_size, options.image_size, options.channels)
         with RankProgress(self.console, self.queue, label, "images", len(samples)) as progress:
-            self.work.run(
+            paths = self.work.run(
                 stage,
-                paths,
-                lambda i: read.read_images(paths[i], corpus, parts[i], shape, self.codec),
+                len(parts),
+                lambda i, path: read.read_images(path, corpus, parts[i], shape, self.codec),
                 lambda i: progress(len(parts[i])),
             )
         return ImageShards(paths)

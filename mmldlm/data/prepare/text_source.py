@@ -146,10 +146,9 @@ class TextSource(Source):
 
     def _read(self, name: str, corpora: list[Corpus]) -> TextShards:
         units = [unit for corpus in corpora for unit in corpus.units]
-        paths = self.work.task_paths(f"read-{name}", len(units))
         with self.console.status(f"reading {name}"):
-            self.work.run(
-                f"read-{name}", paths, lambda i: read_unit(units[i], paths[i]), lambda i: None
+            paths = self.work.run(
+                f"read-{name}", len(units), lambda i, path: read_unit(units[i], path)
             )
         texts = TextShards(paths)
         if not len(texts):
@@ -206,6 +205,8 @@ class TextSource(Source):
         self.make_tokenizer(training_texts, options.add_mask_token, options.vocab_size)
 
     def _tokenize(self, name: str, rows: np.ndarray, limit: int | None) -> Samples:
+        if not len(rows):
+            raise self._too_few(name, 0)
         options, texts = self.options, self.texts[name]
         rounds = select.SelectionRounds(rows, texts.hashes, limit, options.seed)
         max_tokens = options.max_tokens
@@ -227,10 +228,6 @@ class TextSource(Source):
                 shard_rows, paths = shard_rows + parts, paths + new_paths
                 num_kept += sum(len(tokenize.read_shard(path)["places"]) for path in new_paths)
                 num_rounds += 1
-        if not shard_rows:
-            shard_rows = [np.empty(0, np.int64)]
-            paths = self.work.task_paths(f"tokenize-{name}-0", 1)
-            tokenize.tokenize_shard(paths[0], texts, shard_rows[0], self.tokenizer, rules)
         return select.collect_samples(
             texts,
             rounds,
@@ -251,25 +248,26 @@ class TextSource(Source):
         progress: RankProgress,
     ) -> list[Path]:
         """Tokenize the texts at some rows, shared by all ranks; return the shards."""
-        paths = self.work.task_paths(stage, len(parts))
-        self.work.run(
+        return self.work.run(
             stage,
-            paths,
-            lambda i: tokenize.tokenize_shard(paths[i], texts, parts[i], self.tokenizer, rules),
+            len(parts),
+            lambda i, path: tokenize.tokenize_shard(path, texts, parts[i], self.tokenizer, rules),
             lambda i: progress(len(parts[i])),
         )
-        return paths
+
+    def _too_few(self, split: str, count: int) -> UserError:
+        counts = self.reports["train"].counts
+        return UserError(
+            f"at least 2 samples for the {split} split",
+            f"{count} left ({describe_counts(counts)})",
+            "give a larger corpus, or loosen --min-tokens, --max-tokens, --max-samples or"
+            " --validation-samples",
+        )
 
     def _check_splits(self) -> None:
-        counts = self.reports["train"].counts
         for name, part in self.samples.items():
             if len(part) < 2:
-                raise UserError(
-                    f"at least 2 samples for the {name} split",
-                    f"{len(part)} left ({describe_counts(counts)})",
-                    "give a larger corpus, or loosen --min-tokens, --max-tokens, --max-samples or"
-                    " --validation-samples",
-                )
+                raise self._too_few(name, len(part))
         train, validation = self.samples["train"], self.samples["validation"]
         assert not np.isin(train.hashes, validation.hashes).any(), "a text is in both splits"
         for name, part in self.samples.items():
@@ -312,11 +310,10 @@ class TextSource(Source):
         options, samples, texts = self.options, self.samples[split], self._texts_of(split)
         size = encode.SAMPLES_PER_SHARD
         starts = range(0, len(samples), size)
-        paths = self.work.task_paths(f"encode-{split}", len(starts))
         # Samples of a shard that the progress bar has counted already.
         num_counted: Counter = Counter()
 
-        def encode_shard(shard: int) -> None:
+        def encode_shard(shard: int, path: Path) -> None:
             def count(num_done: int) -> None:
                 num_counted[shard] += num_done
                 progress(num_done)
@@ -325,13 +322,12 @@ class TextSource(Source):
             result = encode.encode(
                 self._encoder, part, options.retries, count, options.latents_per_text
             )
-            encode.write_encoded(paths[shard], result)
+            encode.write_encoded(path, result)
 
         def count_rest(shard: int) -> None:
             progress(min(size, len(samples) - starts[shard]) - num_counted[shard])
 
-        self.work.run(f"encode-{split}", paths, encode_shard, count_rest)
-        return paths
+        return self.work.run(f"encode-{split}", len(starts), encode_shard, count_rest)
 
     @property
     def has_costly_work(self) -> bool:

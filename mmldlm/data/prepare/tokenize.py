@@ -68,15 +68,13 @@ def tokenize_shard(
     (`num_short`): too short for several latents per text, or single characters of too many tokens.
     """
     originals = texts.get(rows)
-    encoded = []
-    if originals:
-        encoded = tokenizer(
-            originals,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )["input_ids"]
+    encoded = tokenizer(
+        originals,
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )["input_ids"]
     status, num_short = np.zeros(len(rows), np.uint8), np.zeros(len(rows), np.int32)
     positions, hashes, ids_of, own_text = [], [], [], []
     for position, (text, ids) in enumerate(zip(originals, encoded)):

@@ -146,34 +146,34 @@ class WorkDir:
         """Delete the folder, when the output is complete."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def task_paths(self, stage: str, count: int) -> list[Path]:
-        """Return the path of each task's result, a file or a folder, and create the folder of the
-        stage.
-        """
-        (self.folder / stage).mkdir(exist_ok=True)
-        return [self.folder / stage / f"{index:06d}" for index in range(count)]
-
     def run(
         self,
         stage: str,
-        paths: list[Path],
-        run_task: Callable[[int], None],
-        on_done: Callable[[int], None],
-    ) -> None:
-        """Run the tasks of a stage that have no result yet, shared by all ranks; return when all
-        tasks are done.
+        count: int,
+        run_task: Callable[[int, Path], None],
+        on_done: Callable[[int], None] = lambda task: None,
+    ) -> list[Path]:
+        """Run the tasks of a stage that have no result yet, shared by all ranks.
 
         Args:
             stage: Name of the stage, used once.
-            paths: Results of the tasks.
-            run_task: Function that writes paths[i] atomically.
+            count: Number of tasks.
+            run_task: Function that writes the result of a task, a file or a folder, atomically to
+                a path.
             on_done: Function that is called on one rank for each finished task.
+
+        Returns:
+            The path of each task's result, when all tasks are done.
         """
-        for task in self.queue.claim(stage, len(paths)):
+        folder = self.folder / stage
+        folder.mkdir(exist_ok=True)
+        paths = [folder / f"{task:06d}" for task in range(count)]
+        for task in self.queue.claim(stage, count):
             if not paths[task].exists():
-                run_task(task)
+                run_task(task, paths[task])
             on_done(task)
         self.queue.barrier(stage)
+        return paths
 
 
 QUARANTINE = "quarantine.jsonl"
