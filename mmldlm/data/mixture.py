@@ -51,35 +51,15 @@ class MixedStore:
         self.stores, self.weights = list(stores), list(weights)
         # `max` returns the first of several equal stores.
         largest = max(stores, key=lambda store: store.latents_per_text)
-        self.root, first = largest.root, largest.manifest
+        self.root, self.manifest = largest.root, largest.manifest
         has_sizes = all(
             (store.manifest.get("image") or {}).get("latents") == "pixels" for store in stores
         )
+        common = _common_entries(self.manifest, has_sizes)
         for store in stores:
-            for subject, value, expected in (
-                (
-                    "the tokenizer",
-                    store.manifest["tokenizer"].get("sha256"),
-                    first["tokenizer"].get("sha256"),
-                ),
-                ("the dimension of latents", store.latent_dim, first["latent_dim"]),
-                (
-                    "the number of latents per text",
-                    *(
-                        0 if has_sizes else manifest.get("latents_per_text", 1)
-                        for manifest in (store.manifest, first)
-                    ),
-                ),
-                (
-                    "the encoder",
-                    *(describe_encoder(manifest) for manifest in (store.manifest, first)),
-                ),
-                (
-                    "the form of images",
-                    *(_image_of(manifest, has_sizes) for manifest in (store.manifest, first)),
-                ),
-            ):
-                if value != expected:
+            own = _common_entries(store.manifest, has_sizes)
+            for subject, expected in common.items():
+                if (value := own[subject]) != expected:
                     raise UserError(
                         f"one tokenizer and one encoder in all stores of data.mixture: {subject}"
                         f" of {self.root} ({expected})",
@@ -93,7 +73,6 @@ class MixedStore:
             else {}
         )
         self.grids = [grids[count] for count in sorted(grids)] if len(grids) > 1 else None
-        self.manifest: dict[str, Any] = first
         self.lengths = Lengths.joined([store.lengths for store in stores])
         self.num_truncated = sum(store.num_truncated for store in stores)
         self._starts = np.concatenate([[0], np.cumsum([len(store) for store in stores])])
@@ -200,8 +179,22 @@ def describe_encoder(manifest: dict[str, Any]) -> str:
     )
 
 
-def _image_of(manifest: dict[str, Any], has_sizes: bool) -> str:
+def _common_entries(manifest: dict[str, Any], has_sizes: bool) -> dict[str, Any]:
+    """Return what the stores of a mixture have in common; with `has_sizes` not the size of their
+    images.
+    """
     image, keys = manifest.get("image") or {}, ("patch", "channels", "latents")
-    return ", ".join(
-        f"{key} {image[key]}" for key in (keys if has_sizes else ("size", *keys)) if key in image
-    )
+    entries = {
+        "the tokenizer": manifest["tokenizer"].get("sha256"),
+        "the dimension of latents": manifest["latent_dim"],
+        "the encoder": describe_encoder(manifest),
+        "the form of images": ", ".join(f"{key} {image[key]}" for key in keys if key in image),
+    }
+    if has_sizes:
+        return entries
+    count = manifest.get("latents_per_text", 1)
+    return {
+        **entries,
+        "the number of latents per text": count,
+        "the size of images": image.get("size"),
+    }

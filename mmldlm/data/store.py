@@ -34,7 +34,7 @@ import numpy as np
 from mmldlm.data.arrays import map_array
 from mmldlm.data.encoders.model_files import read_tokenizer
 from mmldlm.data.lengths import Lengths
-from mmldlm.data.manifest import MANIFEST, find_problems, find_store_hint, rebuild_hint
+from mmldlm.data.manifest import MANIFEST, find_manifest_problems, find_store_hint, rebuild_hint
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.formatting import join_some
@@ -108,7 +108,7 @@ def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
             f"version {manifest.get('version')!r}",
             f"use the mmldlm that wrote it; else {rebuild_hint(root, manifest)}",
         )
-    if problems := find_problems(manifest):
+    if problems := find_manifest_problems(manifest):
         raise UserError(expected, f"{MANIFEST}: {problems}", rebuild_hint(root, manifest))
     return manifest
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from mmldlm.errors import UserError
-from mmldlm.utils.validation import describe_problems
+from mmldlm.utils.validation import find_problems
 
 # Name of the encoder of latents that came without one.
 UNKNOWN_ENCODER = "unknown"
@@ -188,8 +188,4 @@ class EncoderIdentity(BaseModel):
 
 def find_identity_problems(identity: Any) -> str | None:
     """Describe the problems of an encoder's identity; None for a valid one."""
-    try:
-        EncoderIdentity.model_validate(identity, strict=True)
-    except ValidationError as error:
-        return describe_problems(error, "encoder")
-    return None
+    return find_problems(EncoderIdentity, identity, "encoder")

@@ -5,7 +5,6 @@ of images, with a hash of the content of each item.
 from __future__ import annotations
 
 import array
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ from mmldlm.data.corpora.image_lists import ImageCorpus, ImageSample
 from mmldlm.data.corpora.text_files import ReadUnit
 from mmldlm.data.image_codec import ImageCodec
 from mmldlm.data.images import UnreadableImage
-from mmldlm.data.sentences import content_hash
+from mmldlm.data.sentences import content_hash, hash64
 from mmldlm.utils.atomic_files import atomic_folder, write_json
 from mmldlm.utils.input_files import read_text
 
@@ -137,7 +136,7 @@ def read_images(
             images.append(image_or_reason)
             places.append(row)
     values = np.stack(images) if images else np.empty((0, *shape), np.uint8)
-    hashes = np.array([pixel_hash(image) for image in images], np.uint64)
+    hashes = np.array([hash64(image.tobytes()) for image in images], np.uint64)
     if codec is not None:
         values, is_finite = _encode_finite(codec, values)
         reasons |= {row: NOT_FINITE for row, good in zip(places, is_finite) if not good}
@@ -171,11 +170,6 @@ def _read_image(corpus: ImageCorpus, sample: ImageSample) -> np.ndarray | str:
         return corpus.read(sample)
     except UnreadableImage as error:
         return str(error)
-
-
-def pixel_hash(image: np.ndarray) -> int:
-    """Return a 64-bit hash of an image uint8 [S, S, C]."""
-    return int.from_bytes(hashlib.blake2b(image.tobytes(), digest_size=8).digest(), "big")
 
 
 class ImageShards:

@@ -4,7 +4,6 @@ whole groups.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 
 from mmldlm.data.prepare import tokenize
 from mmldlm.data.prepare.read import TextShards
+from mmldlm.data.sentences import hash64
 from mmldlm.utils.counter_rng import mix64
 
 _FIELDS = ("shards", "pieces", "rows", "hashes", "lengths", "unknown")
@@ -241,9 +241,8 @@ def in_validation(hashes: np.ndarray, requested: int | None, seed: int) -> np.nd
 
 
 def caption_hashes(captions: Sequence[str]) -> np.ndarray:
-    """Return [N] uint64 hashes (BLAKE2) of captions, exact: case and marks count."""
-    digests = (hashlib.blake2b(caption.encode(), digest_size=8).digest() for caption in captions)
-    return np.array([int.from_bytes(digest, "big") for digest in digests], np.uint64)
+    """Return [N] uint64 hashes of captions, exact: case and marks count."""
+    return np.array([hash64(caption.encode()) for caption in captions], np.uint64)
 
 
 def order_hashes(captions: Sequence[str], hashes: np.ndarray, names: Sequence[str]) -> np.ndarray:
