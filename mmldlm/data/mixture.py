@@ -67,11 +67,11 @@ class MixedStore:
                         "prepare both with the same --tokenizer and --encoder (images:"
                         " --patch-size and --latents)",
                     )
-        grids = (
-            {store.latents_per_text: store.manifest["image"]["grid"] for store in stores}
+        grids = {
+            store.latents_per_text: store.manifest["image"]["grid"]
+            for store in stores
             if has_sizes
-            else {}
-        )
+        }
         self.grids = [grids[count] for count in sorted(grids)] if len(grids) > 1 else None
         self.lengths = Lengths.joined([store.lengths for store in stores])
         self.num_truncated = sum(store.num_truncated for store in stores)
