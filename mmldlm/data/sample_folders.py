@@ -45,7 +45,7 @@ from mmldlm.data.writers import FILES_FORMAT, Block, LatentStatistics, StoreSpli
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import list_files
 from mmldlm.utils.formatting import describe_counts, is_utf8, join_some
-from mmldlm.utils.input_files import LeftOut, open_regular
+from mmldlm.utils.input_files import LeftOut, read_text
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.paths import check_writable_dir, output_root
 from mmldlm.utils.screen import open_console
@@ -318,7 +318,11 @@ class _Reader:
         try:
             if isinstance(sample, SampleFiles) and sample.tokens_path is not None:
                 return self._read_tokens(sample.tokens_path)
-            text = sample.text if sample.text is not None else _read_text(sample.text_path)
+            text = (
+                sample.text
+                if sample.text is not None
+                else read_text(sample.text_path, MAX_TEXT_BYTES)
+            )
             if not is_utf8(text):
                 raise ValueError("lone surrogates, to which broken escapes in JSON decode")
         except (OSError, ValueError) as error:
@@ -411,14 +415,6 @@ def _blocks(samples: list[_Usable], latent_shape: tuple[int, ...]) -> Iterator[B
         vectors = [one.sample.read_latent().reshape(latent_shape) for one in block]
         latents = np.stack(vectors).astype(np.float32)
         yield Block([one.text for one in block], [one.ids for one in block], latents)
-
-
-def _read_text(path: Path) -> str:
-    with open_regular(path) as file:
-        raw = file.read(MAX_TEXT_BYTES + 1)
-    if len(raw) > MAX_TEXT_BYTES:
-        raise ValueError(f"{path}: more than {MAX_TEXT_BYTES} bytes")
-    return raw.decode("utf-8")
 
 
 def _read_manifest(source: Path) -> dict[str, Any]:

@@ -116,11 +116,7 @@ def read_docstrings(counts: Counter) -> Iterator[str]:
 
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
-
 _DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTIONS)
-
-
 _WITH_BODY = (ast.ClassDef, *_FUNCTIONS, ast.If, ast.Try, ast.With)
 
 
@@ -190,6 +186,12 @@ class _ProseReader:
             self.paragraphs.append(" ".join(self._current))
             self._current.clear()
 
+    def _begin(self, line: str, indent: int, is_hanging: bool) -> None:
+        """Begin a paragraph with a line."""
+        self.finish()
+        self._current.append(line)
+        self._indent, self._is_hanging = indent, is_hanging
+
     def add(self, raw: str, below: str) -> None:
         """Read one line; `below` is the stripped next line."""
         line, indent = raw.strip(), len(raw) - len(raw.lstrip())
@@ -245,39 +247,28 @@ class _ProseReader:
         if field or _OTHER_FIELD.match(line):
             self.finish()
             if field and field.group(2):
-                self._current.append(field.group(2))
-                self._indent, self._is_hanging = indent, True
+                self._begin(field.group(2), indent, is_hanging=True)
             return True
         return False
 
     def _add_prose(self, line: str, indent: int) -> None:
         is_outward = not self._current or indent <= self._indent
-        if is_outward and (
-            _NAME_ALONE.match(line) or (len(line) < 100 and _NUMPY_NAME.match(line))
-        ):
-            self.finish()
-            return
-        if _TABLE.search(line):
+        is_name = _NAME_ALONE.match(line) or (len(line) < 100 and _NUMPY_NAME.match(line))
+        if (is_outward and is_name) or _TABLE.search(line):
             self.finish()
             return
         lead = (_ARG_LEAD.match(line) or _BULLET.match(line)) if is_outward else None
+        # A hanging paragraph goes on below its first line, another one where it began.
+        goes_on = indent > self._indent if self._is_hanging else indent == self._indent
         if lead:
-            self.finish()
             line = line[lead.end() :]
             inner = _ARG_LEAD.match(line)
             line = line[inner.end() :] if inner else line
-            self._indent, self._is_hanging = indent, True
-        elif self._current and (
-            indent < self._indent or (indent > self._indent and not self._is_hanging)
-        ):
-            self.finish()
-            self._indent, self._is_hanging = indent, False
-        elif not self._current:
-            self._indent, self._is_hanging = indent, False
-        elif self._is_hanging and indent <= self._indent:
-            self.finish()
-            self._indent, self._is_hanging = indent, False
-        self._current.append(line)
+            self._begin(line, indent, is_hanging=True)
+        elif self._current and goes_on:
+            self._current.append(line)
+        else:
+            self._begin(line, indent, is_hanging=False)
         if line.endswith("::"):
             self.finish()
             self._skip_deeper_than = indent
@@ -314,30 +305,16 @@ _STOP_WORDS = frozenset(
     " were has have which when you we its their these no all any at but does do should may must"
     " they there he she his her i".split()
 )
-
-
 _WORD = re.compile(r"^[A-Za-z]+(?:['\u2019-][A-Za-z]+)*$")
-
-
 _CAMEL = re.compile(r"[a-z][A-Z]|[A-Z]{2,}[a-z]{2,}")
-
-
 _FORBIDDEN = re.compile(
     r"https?://|www\.|[{}$\\<>|^~`@\[\]*%&#]|==|->|::|\w=|=\w|;;|\.\.|/\w+/|__|--| ="
     r" |\w\(|\?\?|TODO|FIXME|XXX"
 )
-
-
 # Gaps left by removed citations and links: "as shown in, and ..." or "... is taken from."
 _GAP = re.compile(r"\b(?:in|see|from|by|of|the|non),|\b(?:the|an?|of|non)[.!?]$")
-
-
 _NOT_LETTERS = re.compile(r"[^A-Za-z ]+")
-
-
 _IDENTIFIER = re.compile(r"_|[A-Za-z]\.[A-Za-z]{2}|\w/\w|\d.*[A-Za-z]|[A-Za-z].*\d")
-
-
 _EDGE = "\"'()\u201c\u201d\u2018\u2019,.;:!?"
 
 
