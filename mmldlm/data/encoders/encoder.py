@@ -33,6 +33,7 @@ from mmldlm.data.encoders.specs import ENCODERS, EncoderSpec, Step, with_options
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.formatting import first_line, join_some
+from mmldlm.utils.paths import without_folders
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _IDENTITY_OPTIONS = ("pooling", "normalize", "max_length")
@@ -246,12 +247,8 @@ class Encoder:
     def identity(self) -> dict[str, object]:
         """Return the JSON-ready description of the encoder; equal ones give comparable latents."""
         spec = self.spec
-        name = self.name
-        if name not in ENCODERS and Path(name).is_dir():
-            # The folders of this machine are not part of the identity.
-            name = Path(name).resolve().name
         identity = {
-            "name": name,
+            "name": self.name if self.name in ENCODERS else without_folders(self.name),
             "hub_name": spec.hub_name if self.source.startswith(("hub:", "pypi:")) else None,
             "source": self.source,
             "pooling": spec.pooling,

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from mmldlm.data.codebook import CodeStatistics
 from mmldlm.data.corpora.image_corpus import open_image_corpus
-from mmldlm.data.corpora.image_lists import ImageCorpus
+from mmldlm.data.corpora.image_lists import ImageCorpus, ImageSample
 from mmldlm.data.encoders.vae import usable_dtype
 from mmldlm.data.image_codec import ImageCodec, VaeCodec
 from mmldlm.data.images import is_dark, to_patches
@@ -101,19 +101,26 @@ class _Candidates:
     """Samples of all corpora that may be chosen.
 
     Attributes:
+        samples: N samples.
         rows: [N] rows in their corpus.
         in_validation_corpus: [N] whether they are of a validation corpus.
-        captions: N captions.
         caption_hashes, pixel_hashes: [N] uint64.
-        groups: N groups that their corpora give them; None: of its own.
     """
 
+    samples: list[ImageSample]
     rows: np.ndarray
     in_validation_corpus: np.ndarray
-    captions: list[str]
     caption_hashes: np.ndarray
     pixel_hashes: np.ndarray
-    groups: list[tuple[int, str] | None]
+
+    def groups(self) -> np.ndarray:
+        """Return [N] int64 groups: samples of one picture, or of one group of their corpus."""
+        # Two corpora may number their groups alike.
+        named = [
+            sample.group and (inside, sample.group)
+            for sample, inside in zip(self.samples, self.in_validation_corpus.tolist())
+        ]
+        return select.join_groups(self.pixel_hashes.tolist(), named)
 
 
 class ImageSource(Source):
@@ -237,11 +244,11 @@ class ImageSource(Source):
     def _select(self) -> None:
         self._check_depth()
         candidates = self._candidates()
-        groups = select.join_groups(candidates.pixel_hashes.tolist(), candidates.groups)
+        groups = candidates.groups()
         chosen = self._split(candidates, groups)
         self._check_sizes(chosen)
         options = self.options
-        training_captions = [candidates.captions[i] for i in chosen["train"]]
+        training_captions = [candidates.samples[i].caption for i in chosen["train"]]
         self.make_tokenizer(training_captions, options.add_mask_token, options.vocab_size)
         self.tokenizer = self.read_tokenizer()
         self.samples = {
@@ -269,30 +276,20 @@ class ImageSource(Source):
 
     def _candidates(self) -> _Candidates:
         """Return the samples of all corpora, without repeated pairs of image and caption."""
-        rows, corpus_numbers, captions, groups = [], [], [], []
-        caption_hashes, pixel_hashes = [], []
-        for index, (name, shards) in enumerate(self.shards.items()):
+        chosen: list[ImageSample] = []
+        columns = []
+        for name, shards in self.shards.items():
             samples = [self.corpora[name].samples[row] for row in shards.rows.tolist()]
             hashes = select.caption_hashes([sample.caption for sample in samples])
             keep = np.arange(len(samples))
             if not self.options.keep_duplicates:
                 keep = select.first_pairs(shards.hashes, hashes)
             self.reports[name].counts["drop_duplicate"] += len(samples) - len(keep)
-            rows.append(shards.rows[keep])
-            corpus_numbers.append(np.full(len(keep), index))
-            captions += [samples[i].caption for i in keep]
-            # Two corpora may number their images alike.
-            groups += [samples[i].group and (index, samples[i].group) for i in keep]
-            caption_hashes.append(hashes[keep])
-            pixel_hashes.append(shards.hashes[keep].astype(np.uint64))
-        return _Candidates(
-            np.concatenate(rows),
-            np.concatenate(corpus_numbers) == 1,
-            captions,
-            np.concatenate(caption_hashes),
-            np.concatenate(pixel_hashes),
-            groups,
-        )
+            chosen += [samples[i] for i in keep]
+            inside = np.full(len(keep), name == "validation")
+            pixel_hashes = shards.hashes[keep].astype(np.uint64)
+            columns.append((shards.rows[keep], inside, hashes[keep], pixel_hashes))
+        return _Candidates(chosen, *map(np.concatenate, zip(*columns)))
 
     def _split(self, candidates: _Candidates, groups: np.ndarray) -> dict[str, np.ndarray]:
         """Return the positions of both splits; training drops samples whose group is in a
@@ -306,14 +303,14 @@ class ImageSource(Source):
                 "train": np.flatnonzero(~inside & ~leaks),
                 "validation": np.flatnonzero(inside),
             }
-        corpus, options = self.corpora["train"], self.options
-        samples = [corpus.samples[row] for row in candidates.rows.tolist()]
+        corpus, options, samples = self.corpora["train"], self.options, candidates.samples
+        captions = [sample.caption for sample in samples]
         names = [sample.image for sample in samples]
-        words = [caption.split() for caption in candidates.captions]
+        words = [caption.split() for caption in captions]
         test = corpus.may_hold_out
         inside = select.split_groups(
             groups,
-            select.order_hashes(candidates.captions, candidates.caption_hashes, names),
+            select.order_hashes(captions, candidates.caption_hashes, names),
             options.validation_samples,
             corpus.validation_share,
             options.seed,
@@ -341,7 +338,7 @@ class ImageSource(Source):
         """
         corpus = name if name in self.shards else "train"
         counts, limit = self.reports[corpus].counts, self.options.max_tokens
-        captions = [candidates.captions[i] for i in positions]
+        captions = [candidates.samples[i].caption for i in positions]
         encoded = self.tokenizer(captions, add_special_tokens=False, verbose=False)["input_ids"]
         texts, tokens, rows = [], [], []
         for position, caption, ids in zip(positions.tolist(), captions, encoded):

@@ -22,7 +22,7 @@ from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
 from mmldlm.data.writers import LAYOUTS, MAX_IMAGE_SIZE, MAX_LATENTS
 from mmldlm.errors import UserError
 from mmldlm.utils import option_types
-from mmldlm.utils.paths import output_root
+from mmldlm.utils.paths import output_root, without_folders
 
 OVERLONG = ("drop", "truncate", "chunk")
 # Largest number of values of an image for pca: the covariance has one row per value and is
@@ -122,16 +122,10 @@ class PrepareOptions:
             if key not in _RUN_ONLY_OPTIONS and (key in always or value != getattr(defaults, key))
         }
         for key in ("corpus", "validation_corpus", "tokenizer", "encoder"):
-            value = values.get(key)
-            # The folders of this machine are not part of the identity.
-            if value and Path(value).exists():
-                values[key] = Path(value).resolve().name
+            if values.get(key):
+                values[key] = without_folders(values[key])
         if "datasets" in values:
-            names = [
-                Path(name).resolve().name if Path(name).exists() else name
-                for name in values["datasets"]
-            ]
-            values["datasets"] = names
+            values["datasets"] = list(map(without_folders, values["datasets"]))
         return values
 
     def encoder_options(self) -> dict[str, Any]:
@@ -306,10 +300,11 @@ class ImageOptions:
             key: value for key, value in asdict(self).items() if key not in _RUN_ONLY_IMAGE_OPTIONS
         }
         for key in ("corpus", "validation_corpus", "tokenizer"):
-            if values[key] and (Path(values[key]).exists() or is_pattern(values[key])):
-                values[key] = Path(values[key]).resolve().name
-        if self.vae is not None and Path(self.vae).exists():
-            values["latents"] = _VAE + Path(self.vae).resolve().name
+            if values[key]:
+                is_shards = is_pattern(values[key])
+                values[key] = Path(values[key]).name if is_shards else without_folders(values[key])
+        if self.vae is not None:
+            values["latents"] = _VAE + without_folders(self.vae)
         return {key: value for key, value in values.items() if value is not None}
 
 

@@ -15,6 +15,7 @@ from mmldlm.data.encoders.model_files import find_model_folder, read_tokenizer
 from mmldlm.data.encoders.sentence_transformer import transformer_folder
 from mmldlm.data.encoders.specs import ENCODERS
 from mmldlm.errors import UserError
+from mmldlm.utils.paths import without_folders
 
 TRAIN, WORDS = "train", "words"
 _SPECIALS = ["[PAD]", "[UNK]", "[EOS]", "[MASK]"]
@@ -195,9 +196,7 @@ def identity(tokenizer: PreTrainedTokenizerFast, name: str) -> dict[str, object]
     of the vocabulary, and `sha256` the hash of its tokenizer.json.
     """
     digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode("utf-8")).hexdigest()
-    if Path(name).is_dir():
-        # The folders of this machine are not part of the identity.
-        name = Path(name).resolve().name
+    name = without_folders(name)
     return {
         "key": f"{name.replace('/', '-')}-{digest[:12]}",
         "name": name,
