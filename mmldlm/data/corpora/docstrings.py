@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import hashlib
 import importlib.metadata
 import os
@@ -81,38 +80,38 @@ def read_docstrings(counts: Counter) -> Iterator[str]:
     """Yield the English sentences of all docstrings, without near-repeats; count the others by
     reason.
     """
-    seen_keys: set[bytes] = set()
     seen: set[str] = set()
+    seen_keys: set[bytes] = set()
+    for sentence in _sentences(counts):
+        counts["read"] += 1
+        reason = "repeated" if sentence in seen else reject_reason(sentence)
+        seen.add(sentence)
+        if reason is None:
+            key = hashlib.blake2b(skeleton(sentence).encode(), digest_size=12).digest()
+            if key not in seen_keys:
+                seen_keys.add(key)
+                yield sentence
+                continue
+            reason = "near_repeat"
+        counts[f"drop_{reason}"] += 1
+
+
+def _sentences(counts: Counter) -> Iterator[str]:
+    """Yield the sentences of all docstrings; count the files."""
     for path in source_files():
         counts["files"] += 1
         try:
             source = read_bytes(path)
+            has_docs = b'"""' in source or b"'''" in source
+            docs = docstrings_of(source) if has_docs else []
         except OSError:
-            counts["files_unreadable"] += 1
-            continue
-        if b'"""' not in source and b"'''" not in source:
-            continue
-        docs = docstrings_of(source)
+            docs = None
         if docs is None:
             counts["files_unreadable"] += 1
             continue
         for doc in docs:
             for paragraph in prose_paragraphs(doc):
-                for sentence in split_sentences(paragraph):
-                    counts["read"] += 1
-                    if sentence in seen:
-                        counts["drop_repeated"] += 1
-                        continue
-                    seen.add(sentence)
-                    reason = reject_reason(sentence)
-                    if reason is None:
-                        key = hashlib.blake2b(skeleton(sentence).encode(), digest_size=12).digest()
-                        if key not in seen_keys:
-                            seen_keys.add(key)
-                            yield sentence
-                            continue
-                        reason = "near_repeat"
-                    counts[f"drop_{reason}"] += 1
+                yield from split_sentences(paragraph)
 
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -124,9 +123,6 @@ def docstrings_of(source: bytes) -> list[str] | None:
     """Return all docstrings of a Python source in order, without running it; None if it does not
     parse.
     """
-    # The trees are large and without cycles, so garbage collection would only cost time.
-    collecting = gc.isenabled()
-    gc.disable()
     try:
         with warnings.catch_warnings():
             # Sources of other people have invalid escapes.
@@ -134,9 +130,6 @@ def docstrings_of(source: bytes) -> list[str] | None:
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    finally:
-        if collecting:
-            gc.enable()
     docs, todo = [], [tree]
     while todo:
         node = todo.pop()

@@ -247,9 +247,7 @@ class ImageSource(Source):
         groups = candidates.groups()
         chosen = self._split(candidates, groups)
         self._check_sizes(chosen)
-        options = self.options
-        training_captions = [candidates.samples[i].caption for i in chosen["train"]]
-        self.make_tokenizer(training_captions, options.add_mask_token, options.vocab_size)
+        self.make_tokenizer([candidates.samples[i].caption for i in chosen["train"]])
         self.tokenizer = self.read_tokenizer()
         self.samples = {
             name: self._tokenize(name, candidates, groups, positions)

@@ -80,7 +80,7 @@ def prepare(
             source = ImageSource(options, queue, console)
         else:
             source = TextSource(options, queue, console)
-        _Preparation(source, options.add_mask_token, options.force).run()
+        _Preparation(source).run()
     except BaseException as error:
         if not isinstance(error, RankFailed):
             queue.announce_failure(error)
@@ -92,8 +92,8 @@ def prepare(
 class _Preparation:
     """One rank's part of a preparation."""
 
-    def __init__(self, source: Source, add_mask_token: bool, force: bool):
-        self.source, self.add_mask_token, self.force = source, add_mask_token, force
+    def __init__(self, source: Source):
+        self.source, self.force = source, source.options.force
         self.root, self.work = source.root, source.work
         self.queue, self.console = source.queue, source.console
         self.identities = self.work.identities()
@@ -134,13 +134,14 @@ class _Preparation:
         self.identities.save()
 
     def _plan(self) -> dict[str, Any]:
-        source, identities = self.source, self.identities
+        source, identities, options = self.source, self.identities, self.source.options
+        tokenizer = source.tokenizer_name
         return {
-            "options": source.options.identity(),
+            "options": options.identity(),
             **source.plan(),
             "inputs": {
                 **source.encoder_inputs(identities),
-                **tokenizer_inputs(source.tokenizer_name, source.cache_dir, self.add_mask_token),
+                **tokenizer_inputs(tokenizer, options.cache_dir, options.add_mask_token),
                 **file_inputs(source.files(), identities),
                 **source.versions(),
             },

@@ -129,7 +129,6 @@ class Source(ABC):
     ):
         self.root, self.queue, self.console = root, queue, console
         self.work = WorkDir(root, queue)
-        self.cache_dir = options.cache_dir
 
     @abstractmethod
     def plan(self) -> dict[str, Any]:
@@ -211,17 +210,20 @@ class Source(ABC):
         """Return name -> file of what belongs to the latents."""
         return {}
 
-    def make_tokenizer(self, texts: Iterable[str], add_mask_token: bool, vocab_size: int) -> None:
+    def make_tokenizer(self, texts: Iterable[str]) -> None:
         """Load or train the tokenizer and save it in the work folder, unless it is there.
 
         Args:
             texts: Training texts, for a tokenizer that is made from them.
         """
-        folder, identity_path = self._tokenizer_paths()
+        folder, options = self.work.folder / TOKENIZER_FOLDER, self.options
+        identity_path = self.work.folder / TOKENIZER_IDENTITY
         if folder.is_dir() and identity_path.is_file():
             return
         name = self.tokenizer_name
-        tokenizer = tokenizers.load(name, self.cache_dir, add_mask_token, texts, vocab_size)
+        tokenizer = tokenizers.load(
+            name, options.cache_dir, options.add_mask_token, texts, options.vocab_size
+        )
         shutil.rmtree(folder, ignore_errors=True)
         with atomic_folder(folder) as partial:
             save_tokenizer(tokenizer, partial)
@@ -229,15 +231,12 @@ class Source(ABC):
 
     def read_tokenizer(self) -> PreTrainedTokenizerFast:
         """Read the tokenizer that rank 0 saved."""
-        folder, _ = self._tokenizer_paths()
+        folder = self.work.folder / TOKENIZER_FOLDER
         what = f"the tokenizer that rank 0 saved in {folder}"
         tokenizer = read_tokenizer(folder, what, "delete this folder and rerun")
         # "[MASK]" in a text is six characters, not a mask.
         tokenizer.split_special_tokens = True
         return tokenizer
-
-    def _tokenizer_paths(self) -> tuple[Path, Path]:
-        return self.work.folder / TOKENIZER_FOLDER, self.work.folder / TOKENIZER_IDENTITY
 
     def warn_of_unknown(self, split: str, num_unknown: int, num_tokens: int) -> None:
         """Print a warning for a split with many unknown tokens.

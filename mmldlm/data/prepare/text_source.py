@@ -201,8 +201,7 @@ class TextSource(Source):
         keys = select.split_keys(texts.hashes[rows], options.seed)
         num_reserved = 2 * select.num_validation(len(keys), options.validation_samples)
         reserved = np.sort(keys)[: 0 if "validation" in self.texts else num_reserved]
-        training_texts = SelectedTexts(texts, rows[~np.isin(keys, reserved)])
-        self.make_tokenizer(training_texts, options.add_mask_token, options.vocab_size)
+        self.make_tokenizer(SelectedTexts(texts, rows[~np.isin(keys, reserved)]))
 
     def _tokenize(self, name: str, rows: np.ndarray, limit: int | None) -> Samples:
         if not len(rows):
