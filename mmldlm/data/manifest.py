@@ -252,11 +252,9 @@ def _stores_in(folder: Path, except_for: Path | None = None) -> list[Path]:
         return sorted(
             path
             for path in inside
-            if path != except_for and (path / MANIFEST).is_file() and _is_store(path)
+            if path != except_for
+            and (path / MANIFEST).is_file()
+            and ((path / "train").is_dir() or (path / "validation").is_dir())
         )
     except OSError:
         return []
-
-
-def _is_store(path: Path) -> bool:
-    return (path / "train").is_dir() or (path / "validation").is_dir()

@@ -36,7 +36,7 @@ from mmldlm.data.prepare import select
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.source import account_for, write_split
 from mmldlm.data.prepare.summary import print_summary
-from mmldlm.data.prepare.tokenize import truncate
+from mmldlm.data.prepare.tokenize import token_ids, truncate
 from mmldlm.data.prepare.work_dir import check_output_free, finish, latents_suffix, versions
 from mmldlm.data.sentences import MAX_TEXT_BYTES, content_hash, fold_spaces
 from mmldlm.data.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION
@@ -330,7 +330,7 @@ class _Reader:
                 raise
             raise _Unusable("unreadable_text") from error
         text = fold_spaces(text)
-        return text, self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return text, token_ids(self.tokenizer, text)
 
     def _read_tokens(self, path: Path) -> tuple[str, np.ndarray]:
         """Return text and token ids of a file of tokens.

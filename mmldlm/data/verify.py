@@ -14,6 +14,7 @@ import numpy as np
 
 from mmldlm.data.codebook import check_ids
 from mmldlm.data.image_codec import ImageCodec, max_image_norm
+from mmldlm.data.prepare.tokenize import token_ids
 from mmldlm.data.sentences import content_hash, hash64
 from mmldlm.data.store import (
     SPLITS,
@@ -239,7 +240,7 @@ def _compare_tokens_with_texts(store: Store, problems: list[str]) -> None:
     except UserError:
         # Their own checks report these.
         return
-    encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    encoded = token_ids(tokenizer, texts)
     # Ids that the tokenizer does not have were reported.
     stored = [ids.tolist() for ids in store.get(rows).tokens]
     if any(max(ids, default=0) >= len(tokenizer) for ids in stored):

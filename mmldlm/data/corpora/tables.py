@@ -166,7 +166,8 @@ def parquet_units(path: Path, text_field: str | None) -> list[ReadUnit]:
     if kind is not None and arrow.types.is_dictionary(kind):
         # Categories of pandas are dictionaries of strings.
         kind = kind.value_type
-    if kind is None or not any(test(kind) for test in _tests_of_strings(arrow)):
+    tests = ("is_string", "is_large_string", "is_string_view")
+    if kind is None or not any(getattr(arrow.types, test)(kind) for test in tests):
         raise UserError(
             f"a column '{text_field}' of strings in {path}",
             (
@@ -259,11 +260,6 @@ def _holds_vectors(kind: Any, arrow: Any) -> bool:
     names = ("is_list", "is_large_list", "is_fixed_size_list")
     is_list = any(getattr(arrow.types, name)(kind) for name in names)
     return is_list and arrow.types.is_floating(kind.value_type)
-
-
-def _tests_of_strings(arrow: Any) -> list[Callable[[Any], bool]]:
-    names = ("is_string", "is_large_string", "is_string_view")
-    return [getattr(arrow.types, name) for name in names if hasattr(arrow.types, name)]
 
 
 def _holds_files(kind: Any, arrow: Any) -> bool:

@@ -252,23 +252,15 @@ def _read_transformer(folder: Path, part: str) -> dict[str, Any]:
         group = old if old in settings else new
         group_args = settings.get(group) or {}
         no_effect = _MODEL_ARGS_NO_EFFECT if new == "model_kwargs" else ("trust_remote_code",)
-        if (
-            new == "processor_kwargs"
-            and isinstance(group_args, dict)
-            and "model_max_length" in group_args
-        ):
-            # Of the two lengths this one counts.
-            group_args = dict(group_args)
-            max_length = _length(
-                path, f"{group}.model_max_length", group_args.pop("model_max_length")
-            )
-        for key, value in (
-            group_args.items() if isinstance(group_args, dict) else [("", group_args)]
-        ):
-            if key not in no_effect:
-                raise _not_followed(
-                    path, f"{group}.{key}", value, f"no {group} but {', '.join(no_effect)}"
-                )
+        expected = f"no {group} but {', '.join(no_effect)}"
+        if not isinstance(group_args, dict):
+            raise _not_followed(path, group, group_args, expected)
+        for key, value in group_args.items():
+            if (new, key) == ("processor_kwargs", "model_max_length"):
+                # Of the two lengths this one counts.
+                max_length = _length(path, f"{group}.{key}", value)
+            elif key not in no_effect:
+                raise _not_followed(path, f"{group}.{key}", value, expected)
     limit = positions(subfolder)
     if max_length is not None and limit is not None:
         max_length = min(max_length, limit)

@@ -31,7 +31,7 @@ from mmldlm.data.prepare.read import ImageShards
 from mmldlm.data.prepare.source import CorpusReport, Source
 from mmldlm.data.prepare.summary import RankProgress
 from mmldlm.data.prepare.task_queue import TaskQueue
-from mmldlm.data.prepare.tokenize import truncate
+from mmldlm.data.prepare.tokenize import token_ids, truncate
 from mmldlm.data.sentences import content_hash
 from mmldlm.data.unknown_tokens import count_unknown
 from mmldlm.data.writers import Block, LatentStatistics, StoreSplit
@@ -337,7 +337,7 @@ class ImageSource(Source):
         corpus = name if name in self.shards else "train"
         counts, limit = self.reports[corpus].counts, self.options.max_tokens
         captions = [candidates.samples[i].caption for i in positions]
-        encoded = self.tokenizer(captions, add_special_tokens=False, verbose=False)["input_ids"]
+        encoded = token_ids(self.tokenizer, captions)
         texts, tokens, rows = [], [], []
         for position, caption, ids in zip(positions.tolist(), captions, encoded):
             if len(ids) > limit:
