@@ -251,14 +251,14 @@ class _ProseReader:
             self.finish()
             return
         lead = (_ARG_LEAD.match(line) or _BULLET.match(line)) if is_outward else None
-        # A hanging paragraph goes on below its first line, another one where it began.
-        goes_on = indent > self._indent if self._is_hanging else indent == self._indent
+        # A hanging paragraph continues with deeper lines, others with lines as deep as the first.
+        continues = indent > self._indent if self._is_hanging else indent == self._indent
         if lead:
             line = line[lead.end() :]
             inner = _ARG_LEAD.match(line)
             line = line[inner.end() :] if inner else line
             self._begin(line, indent, is_hanging=True)
-        elif self._current and goes_on:
+        elif self._current and continues:
             self._current.append(line)
         else:
             self._begin(line, indent, is_hanging=False)

@@ -20,6 +20,7 @@ from rich.console import Console
 from mmldlm.data.manifest import find_tokenizer_problems
 from mmldlm.data.prepare.image_source import ImageSource
 from mmldlm.data.prepare.inputs import (
+    FileIdentities,
     check_same_encoder,
     check_unchanged,
     file_inputs,
@@ -32,6 +33,7 @@ from mmldlm.data.prepare.summary import print_summary
 from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
 from mmldlm.data.prepare.text_source import TextSource
 from mmldlm.data.prepare.work_dir import (
+    IDENTITIES,
     QUARANTINE,
     TOKENIZER_IDENTITY,
     check_output_free,
@@ -96,7 +98,8 @@ class _Preparation:
         self.source, self.force = source, source.options.force
         self.root, self.work = source.root, source.work
         self.queue, self.console = source.queue, source.console
-        self.identities = self.work.identities()
+        # Those that an earlier launch has found; rank 0 saves new ones.
+        self.identities = FileIdentities(self.work.folder / IDENTITIES)
 
     def run(self) -> None:
         started, source, queue = time.perf_counter(), self.source, self.queue

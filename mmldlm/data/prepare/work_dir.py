@@ -19,12 +19,7 @@ from typing import Any
 
 import mmldlm
 from mmldlm.data.manifest import MANIFEST
-from mmldlm.data.prepare.inputs import (
-    FileIdentities,
-    diff_inputs,
-    inputs_entry,
-    with_known_versions,
-)
+from mmldlm.data.prepare.inputs import diff_inputs, inputs_entry, with_known_versions
 from mmldlm.data.prepare.options import diff_options
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.data.store import FORMAT, Store
@@ -36,7 +31,7 @@ from mmldlm.utils.json_files import read_json
 from mmldlm.utils.paths import check_writable_dir
 
 PLAN = "plan.json"
-_IDENTITIES = "file_identities.json"
+IDENTITIES = "file_identities.json"
 
 
 def diff_plans(recorded: dict[str, Any], plan: dict[str, Any]) -> list[str]:
@@ -123,12 +118,6 @@ class WorkDir:
             if not force:
                 raise
             return None
-
-    def identities(self) -> FileIdentities:
-        """Return the identities of input files that an earlier launch has found; rank 0 saves new
-        ones.
-        """
-        return FileIdentities(self.folder / _IDENTITIES)
 
     def read_plan(self) -> dict[str, Any]:
         """Return the plan that rank 0 has written."""
