@@ -207,52 +207,27 @@ class TextSource(Source):
         if not len(rows):
             raise self._too_few(name, 0)
         options, texts = self.options, self.texts[name]
-        rounds = select.SelectionRounds(rows, texts.hashes, limit, options.seed)
+        selection = select.Selection(rows, texts.hashes, limit, options.seed)
         max_tokens = options.max_tokens
         if options.overlong == "chunk" and options.latents_per_text == 1:
             max_tokens = min(max_tokens, self.queue.add(_REACH, 0))
         rules = tokenize.LengthRules(
             options.min_tokens, max_tokens, options.overlong, options.latents_per_text
         )
-        shard_rows: list[np.ndarray] = []
-        paths: list[Path] = []
-        num_kept = num_rounds = 0
-        with RankProgress(self.console, self.queue, f"tokenizing {name}", "texts") as progress:
-            while (chosen := rounds.next(num_kept)) is not None:
-                size = tokenize.TEXTS_PER_SHARD
-                parts = [chosen[start : start + size] for start in range(0, len(chosen), size)]
-                progress.total += len(chosen)
-                stage = f"tokenize-{name}-{num_rounds}"
-                new_paths = self._tokenize_round(stage, texts, parts, rules, progress)
-                shard_rows, paths = shard_rows + parts, paths + new_paths
-                num_kept += sum(len(tokenize.read_shard(path)["places"]) for path in new_paths)
-                num_rounds += 1
-        return select.collect_samples(
-            texts,
-            rounds,
-            shard_rows,
-            paths,
-            options.keep_duplicates,
-            self.reports[name].counts,
-            options.seed,
-            self.tokenizer.unk_token_id,
-        )
 
-    def _tokenize_round(
-        self,
-        stage: str,
-        texts: TextShards,
-        parts: list[np.ndarray],
-        rules: tokenize.LengthRules,
-        progress: RankProgress,
-    ) -> list[Path]:
-        """Tokenize the texts at some rows, shared by all ranks; return the shards."""
-        return self.work.run(
-            stage,
-            len(parts),
-            lambda i, path: tokenize.tokenize_shard(path, texts, parts[i], self.tokenizer, rules),
-            lambda i: progress(len(parts[i])),
-        )
+        def tokenize_part(part: int, path: Path) -> None:
+            tokenize.tokenize_shard(path, texts, parts[part], self.tokenizer, rules)
+
+        with RankProgress(self.console, self.queue, f"tokenizing {name}", "texts") as progress:
+            while parts := selection.next_round():
+                progress.total += sum(map(len, parts))
+                stage = f"tokenize-{name}-{selection.num_rounds}"
+                paths = self.work.run(
+                    stage, len(parts), tokenize_part, lambda part: progress(len(parts[part]))
+                )
+                selection.add(parts, paths)
+        counts = self.reports[name].counts
+        return selection.collect(options.keep_duplicates, counts, self.tokenizer.unk_token_id)
 
     def _too_few(self, split: str, count: int) -> UserError:
         counts = self.reports["train"].counts
