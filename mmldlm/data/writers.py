@@ -20,7 +20,7 @@ LAYOUTS = ("store", "files")
 FILES_FORMAT = "mmldlm-files"
 # Most pixels of a side of an image; most latents of a sample, and most values of one.
 MAX_IMAGE_SIZE, MAX_LATENTS, MAX_LATENT_DIM = 1 << 14, 1 << 20, 1 << 20
-# Rows in the covariance: its cost grows with D^2, and more rows do not change its spectrum.
+# Most rows in the covariance, about: its cost grows with D^2, and more do not change its spectrum.
 COVARIANCE_ROWS = 262_144
 
 
@@ -181,17 +181,14 @@ class LatentStatistics:
 
     Args:
         latent_dim: Number of components D.
-        num_expected: Number of rows to come; above `covariance_rows` the effective rank uses every
+        num_expected: Number of rows to come; above COVARIANCE_ROWS the effective rank uses every
             n-th block only.
-        covariance_rows: Approximate largest number of rows in the covariance.
 
     Raises:
         UserError: no memory for [D, D] numbers.
     """
 
-    def __init__(
-        self, latent_dim: int, num_expected: int = 0, covariance_rows: int = COVARIANCE_ROWS
-    ):
+    def __init__(self, latent_dim: int, num_expected: int = 0):
         # Products, their covariance and what its eigenvalues are computed in.
         require_memory(
             4 * 8 * latent_dim**2,
@@ -202,7 +199,7 @@ class LatentStatistics:
         self._products = np.zeros((latent_dim, latent_dim))
         self._product_sum = np.zeros(latent_dim)
         self._num_products = 0
-        self._stride = -(-num_expected // covariance_rows) if num_expected > covariance_rows else 1
+        self._stride = max(1, -(-num_expected // COVARIANCE_ROWS))
         self._num_blocks = 0
         self._norms = [np.inf, 0.0, 0.0]
 

@@ -18,7 +18,6 @@ from mmldlm.data.corpora.tar_shards import is_pattern
 from mmldlm.data.corpora.text_corpus import DEFAULT_CORPUS
 from mmldlm.data.corpora.text_files import kind_of
 from mmldlm.data.encoders.model_files import VaeFiles, find_vae
-from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
 from mmldlm.data.writers import LAYOUTS, MAX_IMAGE_SIZE, MAX_LATENTS
 from mmldlm.errors import UserError
 from mmldlm.utils import option_types
@@ -163,16 +162,6 @@ def check_options(options: PrepareOptions) -> Path:
     Raises:
         UserError: a value is out of range or unknown.
     """
-    if (
-        options.encoder not in ENCODERS
-        and "/" not in options.encoder
-        and not Path(options.encoder).is_dir()
-    ):
-        raise UserError(
-            f"--encoder among: {', '.join(ENCODERS)}; a folder, or a Hugging Face name",
-            options.encoder,
-            "choose one of these encoders",
-        )
     _check_numbers(options)
     if options.min_tokens > options.max_tokens:
         raise UserError(
@@ -186,12 +175,13 @@ def check_options(options: PrepareOptions) -> Path:
             str(options.latents_per_text),
             "give fewer latents, or longer texts with --max-tokens",
         )
-    choices = {"overlong": OVERLONG, "layout": LAYOUTS, "pooling": POOLINGS}
-    for name, allowed in choices.items():
+    for name, allowed in (("overlong", (None, *OVERLONG)), ("layout", LAYOUTS)):
         value = getattr(options, name)
-        if value not in allowed and not (value is None and name != "layout"):
+        if value not in allowed:
             raise UserError(
-                f"--{name} among: {', '.join(allowed)}", str(value), "choose one of these"
+                f"--{name} among: {', '.join(filter(None, allowed))}",
+                str(value),
+                "choose one of these",
             )
     if options.datasets and options.corpus != DEFAULT_CORPUS:
         raise UserError(
