@@ -296,12 +296,6 @@ def _identity_of(source: dict[str, Any]) -> dict[str, Any]:
             key: source["files"].get(name, {}).get("sha256") for key, name in _SHA256_OF.items()
         }
         identity = {**source["image"], **shape, **checksums}
-    missing = [key for key in _KEYS if key not in identity]
-    if missing or identity["latents"] not in ("pixels", "pca", "codes", "vae"):
-        found = f"no {', '.join(missing)}" if missing else f"latents {identity['latents']!r}"
-        raise UserError(
-            "the codec of a model or store of images", found, "train on a store of images"
-        )
     if problem := find_codec_problems(identity):
         raise UserError(
             "a valid codec of images (image in a config.json or manifest)",

@@ -115,12 +115,6 @@ class Encoder:
         cache_dir: str | None = None,
         **options: Any,
     ):
-        if batch_tokens is not None and batch_tokens < 1:
-            raise UserError(
-                "--batch-tokens of at least 1",
-                str(batch_tokens),
-                "give a positive number, such as 1024",
-            )
         self.folder, self.source = find_model_folder(name, cache_dir)
         self.name, spec = name, _find_spec(name, self.folder, options)
         self.transformer_folder = self.folder / spec.subfolder

@@ -20,6 +20,7 @@ from mmldlm.data.image_codec import ImageCodec
 from mmldlm.data.images import UnreadableImage
 from mmldlm.data.sentences import content_hash, hash64
 from mmldlm.utils.atomic_files import atomic_folder, write_json
+from mmldlm.utils.formatting import is_utf8
 from mmldlm.utils.input_files import read_text
 
 IMAGES_PER_SHARD = 256
@@ -35,13 +36,11 @@ def read_unit(unit: ReadUnit, folder: Path) -> None:
     with atomic_folder(folder) as partial:
         with open(partial / "text.bin", "wb") as file:
             for text in unit.read(counts):
-                raw = text.encode("utf-8", "surrogatepass")
-                try:
-                    raw.decode("utf-8")
-                except UnicodeDecodeError:
+                if not is_utf8(text):
                     # Broken escapes in JSON decode to lone surrogates.
                     counts["drop_not_unicode"] += 1
                     continue
+                raw = text.encode()
                 file.write(raw)
                 offsets.append(offsets[-1] + len(raw))
                 hashes.append(content_hash(text))
