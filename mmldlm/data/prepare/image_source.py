@@ -105,6 +105,7 @@ class _Candidates:
         rows: [N] rows in their corpus.
         in_validation_corpus: [N] whether they are of a validation corpus.
         caption_hashes, pixel_hashes: [N] uint64.
+        groups: [N] int64 groups: samples of one picture, or of one group of their corpus.
     """
 
     samples: list[ImageSample]
@@ -112,15 +113,15 @@ class _Candidates:
     in_validation_corpus: np.ndarray
     caption_hashes: np.ndarray
     pixel_hashes: np.ndarray
+    groups: np.ndarray = field(init=False)
 
-    def groups(self) -> np.ndarray:
-        """Return [N] int64 groups: samples of one picture, or of one group of their corpus."""
+    def __post_init__(self):
         # Two corpora may number their groups alike.
         named = [
             sample.group and (inside, sample.group)
             for sample, inside in zip(self.samples, self.in_validation_corpus.tolist())
         ]
-        return select.join_groups(self.pixel_hashes.tolist(), named)
+        self.groups = select.join_groups(self.pixel_hashes.tolist(), named)
 
 
 class ImageSource(Source):
@@ -244,14 +245,12 @@ class ImageSource(Source):
     def _select(self) -> None:
         self._check_depth()
         candidates = self._candidates()
-        groups = candidates.groups()
-        chosen = self._split(candidates, groups)
+        chosen = self._split(candidates)
         self._check_sizes(chosen)
         self.make_tokenizer([candidates.samples[i].caption for i in chosen["train"]])
         self.tokenizer = self.read_tokenizer()
         self.samples = {
-            name: self._tokenize(name, candidates, groups, positions)
-            for name, positions in chosen.items()
+            name: self._tokenize(name, candidates, positions) for name, positions in chosen.items()
         }
 
     def _check_depth(self) -> None:
@@ -289,13 +288,13 @@ class ImageSource(Source):
             columns.append((shards.rows[keep], inside, hashes[keep], pixel_hashes))
         return _Candidates(chosen, *map(np.concatenate, zip(*columns)))
 
-    def _split(self, candidates: _Candidates, groups: np.ndarray) -> dict[str, np.ndarray]:
+    def _split(self, candidates: _Candidates) -> dict[str, np.ndarray]:
         """Return the positions of both splits; training drops samples whose group is in a
         validation corpus.
         """
         if "validation" in self.corpora:
             inside = candidates.in_validation_corpus
-            leaks = ~inside & np.isin(groups, groups[inside])
+            leaks = ~inside & np.isin(candidates.groups, candidates.groups[inside])
             self.reports["train"].counts["drop_in_validation_corpus"] += int(leaks.sum())
             return {
                 "train": np.flatnonzero(~inside & ~leaks),
@@ -307,7 +306,7 @@ class ImageSource(Source):
         words = [caption.split() for caption in captions]
         test = corpus.may_hold_out
         inside = select.split_groups(
-            groups,
+            candidates.groups,
             select.order_hashes(captions, candidates.caption_hashes, names),
             options.validation_samples,
             corpus.validation_share,
@@ -328,9 +327,7 @@ class ImageSource(Source):
                     "give a larger corpus, another --validation-samples, or a --validation-corpus",
                 )
 
-    def _tokenize(
-        self, name: str, candidates: _Candidates, groups: np.ndarray, positions: np.ndarray
-    ) -> ImageSplit:
+    def _tokenize(self, name: str, candidates: _Candidates, positions: np.ndarray) -> ImageSplit:
         """Tokenize the captions of a split; too long ones are cut, samples without a token are
         dropped.
         """
@@ -351,7 +348,9 @@ class ImageSource(Source):
             rows.append(position)
         num_unknown = count_unknown(tokens, self.tokenizer.unk_token_id)
         self.warn_of_unknown(name, num_unknown, sum(map(len, tokens)))
-        return ImageSplit(self.shards[corpus], candidates.rows[rows], texts, tokens, groups[rows])
+        return ImageSplit(
+            self.shards[corpus], candidates.rows[rows], texts, tokens, candidates.groups[rows]
+        )
 
     def encode(self) -> None:
         self.queue.rank_0_first("fit", self._fit_codec)
