@@ -284,8 +284,7 @@ class ImageSource(Source):
             self.reports[name].counts["drop_duplicate"] += len(samples) - len(keep)
             chosen += [samples[i] for i in keep]
             inside = np.full(len(keep), name == "validation")
-            pixel_hashes = shards.hashes[keep].astype(np.uint64)
-            columns.append((shards.rows[keep], inside, hashes[keep], pixel_hashes))
+            columns.append((shards.rows[keep], inside, hashes[keep], shards.hashes[keep]))
         return _Candidates(chosen, *map(np.concatenate, zip(*columns)))
 
     def _split(self, candidates: _Candidates) -> dict[str, np.ndarray]:

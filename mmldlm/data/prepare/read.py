@@ -186,10 +186,9 @@ class ImageShards:
         files = [read_npz(path, "places", "hashes", "reasons", "peaks") for path in paths]
         self.rows = np.concatenate(
             [file["places"] + np.int64(i * IMAGES_PER_SHARD) for i, file in enumerate(files)]
-            or [[]]
         )
-        self.hashes = np.concatenate([file["hashes"] for file in files] or [[]])
-        self.peaks = np.concatenate([file["peaks"] for file in files] or [[]])
+        self.hashes = np.concatenate([file["hashes"] for file in files])
+        self.peaks = np.concatenate([file["peaks"] for file in files])
         self.reasons = {
             i * IMAGES_PER_SHARD + int(row): reason
             for i, file in enumerate(files)
