@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import normalizers
 
 from mmldlm.data.encoders.model_files import (
     find_model_folder,
@@ -445,8 +446,6 @@ def lower_case_first(tokenizer: Any, subject: str) -> None:
     Raises:
         UserError: a tokenizer without such rules.
     """
-    from tokenizers import normalizers
-
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
             f"a fast tokenizer for do_lower_case of {subject}",
