@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.data.lengths import Lengths
-from mmldlm.data.store import Rows, Store, latent_shape
+from mmldlm.data.store import BaseStore, Rows, Store, latent_shape
 from mmldlm.errors import UserError
 
 # Latents of two stores are comparable if these entries are equal.
@@ -29,7 +29,7 @@ _ENCODER_KEYS = (
 )
 
 
-class MixedStore:
+class MixedStore(BaseStore):
     """One split of several stores that have one tokenizer and one encoder.
 
     Stores of images as pixels may differ in the size of their images. Then `get` takes samples of
@@ -79,26 +79,6 @@ class MixedStore:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    @property
-    def kind(self) -> str:
-        """What the latents are of: `text` or `image`."""
-        return self.stores[0].kind
-
-    @property
-    def num_codes(self) -> int | None:
-        """Number of codes Q, of which latents are ids; None: latents are values."""
-        return self.stores[0].num_codes
-
-    @property
-    def latent_dim(self) -> int:
-        """Number of components D of a latent."""
-        return self.stores[0].latent_dim
-
-    @property
-    def latents_per_text(self) -> int:
-        """Number of latents K per sample; of images of several sizes that of the largest."""
-        return max(store.latents_per_text for store in self.stores)
 
     def _moments(self) -> tuple[np.ndarray, np.ndarray]:
         fractions = np.asarray(self.weights) / sum(self.weights)
@@ -163,10 +143,6 @@ class MixedStore:
         """Return the text of one sample."""
         owner = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self.stores[owner].text(index - int(self._starts[owner]))
-
-    def texts(self, indices: Sequence[int]) -> list[str]:
-        """Return the texts of several samples."""
-        return [self.text(int(index)) for index in indices]
 
 
 def describe_encoder(manifest: dict[str, Any]) -> str:

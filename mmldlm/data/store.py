@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -240,7 +241,45 @@ def load_tokenizer(root: str | os.PathLike):
     return tokenizer
 
 
-class Store:
+class BaseStore(ABC):
+    """What one split of a store and of a mixture of stores have in common.
+
+    Attributes:
+        manifest: Manifest of the store; of images of several sizes that of the largest.
+    """
+
+    manifest: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """What the latents are of: `text` or `image`."""
+        return self.manifest.get("kind", "text")
+
+    @property
+    def num_codes(self) -> int | None:
+        """Number of codes Q, of which latents are ids; None: latents are values."""
+        return (self.manifest.get("image") or {}).get("codes")
+
+    @property
+    def latent_dim(self) -> int:
+        """Number of components D of a latent."""
+        return self.manifest["latent_dim"]
+
+    @property
+    def latents_per_text(self) -> int:
+        """Number of latents K per sample."""
+        return self.manifest.get("latents_per_text", 1)
+
+    @abstractmethod
+    def text(self, index: int) -> str:
+        """Return the text of one sample."""
+
+    def texts(self, indices: Sequence[int]) -> list[str]:
+        """Return the texts of several samples."""
+        return [self.text(int(index)) for index in indices]
+
+
+class Store(BaseStore):
     """One split of a packed store, cheap to open, to pickle (by path) and to index.
 
     Args:
@@ -398,26 +437,6 @@ class Store:
         return array
 
     @property
-    def kind(self) -> str:
-        """What the latents are of: `text` or `image`."""
-        return self.manifest.get("kind", "text")
-
-    @property
-    def num_codes(self) -> int | None:
-        """Number of codes Q, of which latents are ids; None: latents are values."""
-        return (self.manifest.get("image") or {}).get("codes")
-
-    @property
-    def latent_dim(self) -> int:
-        """Number of components D of a latent."""
-        return self.manifest["latent_dim"]
-
-    @property
-    def latents_per_text(self) -> int:
-        """Number of latents K per sample."""
-        return self.manifest.get("latents_per_text", 1)
-
-    @property
     def latent_mean(self) -> np.ndarray:
         """float32 [D]: mean of the training latents."""
         return np.asarray(self.manifest["latent_stats"]["mean"], dtype=np.float32)
@@ -502,10 +521,6 @@ class Store:
         except ValueError as error:
             expected = f"UTF-8 in text {index} of {self.root / self.split}"
             raise self._damaged(expected, str(error)[:200]) from None
-
-    def texts(self, indices: Sequence[int]) -> list[str]:
-        """Return the texts of several samples."""
-        return [self.text(int(index)) for index in indices]
 
 
 def as_float32(latents: np.ndarray) -> np.ndarray:
