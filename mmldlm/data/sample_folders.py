@@ -37,7 +37,13 @@ from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.source import account_for, write_split
 from mmldlm.data.prepare.summary import print_summary
 from mmldlm.data.prepare.tokenize import token_ids, truncate
-from mmldlm.data.prepare.work_dir import check_output_free, finish, latents_suffix, versions
+from mmldlm.data.prepare.work_dir import (
+    check_output_free,
+    commit,
+    latents_suffix,
+    versions,
+    write_manifest,
+)
 from mmldlm.data.sentences import MAX_TEXT_BYTES, content_hash, fold_spaces
 from mmldlm.data.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.unknown_tokens import check_unknown_share
@@ -150,7 +156,8 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
             "files": list_files(partial),
             "created_with": versions(),
         }
-        finish(partial, root, manifest, options.force)
+        write_manifest(partial, manifest)
+        commit(partial, root, options.force)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -52,9 +52,11 @@ class StoreSplit:
         split: Name of the split.
         latent_shape: Shape of a sample's latents, [D] or [K, D].
         vocab_size: Upper bound of the token ids.
+        with_documents: Whether to write documents.npy, the row of the document that each sample is
+            a piece of.
         latent_dtype: Dtype of latents.npy and of all given latents: float32, float16, uint8 or
             uint16.
-        columns: Fields of `Block` that are written, too: `documents`, `groups`.
+        with_groups: Whether to write groups.npy.
     """
 
     def __init__(
@@ -63,20 +65,22 @@ class StoreSplit:
         split: str,
         latent_shape: Sequence[int],
         vocab_size: int,
+        with_documents: bool = False,
         latent_dtype=np.float32,
-        columns: Sequence[str] = (),
+        with_groups: bool = False,
     ):
         folder = root / split
         folder.mkdir(parents=True)
-        self._vocab_size, self._columns = vocab_size, columns
+        self._vocab_size = vocab_size
         dtypes = {
             "text": np.uint8,
             "text_offsets": np.int64,
             "tokens": np.uint16 if vocab_size <= 2**16 else np.int32,
             "token_offsets": np.int64,
             "lengths": np.uint16,
-            **dict.fromkeys(columns, np.int64),
         }
+        dtypes |= {"documents": np.int64} if with_documents else {}
+        dtypes |= {"groups": np.int64} if with_groups else {}
         self._arrays = {name: NpyWriter(folder / f"{name}.npy", dtypes[name]) for name in dtypes}
         self._arrays["latents"] = NpyWriter(folder / "latents.npy", latent_dtype, latent_shape)
         self._ends = {"text_offsets": 0, "token_offsets": 0}
@@ -84,18 +88,25 @@ class StoreSplit:
             self._arrays[name].append(np.zeros(1, np.int64))
         self.summary = {"num_samples": 0, "num_tokens": 0, "max_tokens": 0}
 
-    def add(self, block: Block) -> None:
-        """Append samples."""
-        texts, arrays = block.texts, self._arrays
-        assert len(texts) == len(block.tokens) == len(block.latents)
-        assert arrays["latents"].dtype != np.uint8 or block.latents.dtype == np.uint8, (
+    def add(
+        self,
+        texts: Sequence[str],
+        tokens: Sequence[np.ndarray],
+        latents: np.ndarray,
+        documents: np.ndarray | None = None,
+        groups: np.ndarray | None = None,
+    ) -> None:
+        """Append samples; the arguments are the fields of `Block`."""
+        arrays = self._arrays
+        assert len(texts) == len(tokens) == len(latents)
+        assert arrays["latents"].dtype != np.uint8 or latents.dtype == np.uint8, (
             "values are not scaled on writing"
         )
         if not len(texts):
             return
-        raw, flat = [text.encode("utf-8") for text in texts], np.concatenate(block.tokens)
+        raw, flat = [text.encode("utf-8") for text in texts], np.concatenate(tokens)
         assert len(flat) == 0 or (0 <= flat.min() and flat.max() < self._vocab_size)
-        lengths = [len(ids) for ids in block.tokens]
+        lengths = [len(ids) for ids in tokens]
         self._append_ends("text_offsets", [len(text) for text in raw])
         self._append_ends("token_offsets", lengths)
         if max(lengths) > np.iinfo(np.uint16).max and "lengths" in arrays:
@@ -107,9 +118,10 @@ class StoreSplit:
             arrays["lengths"].append(np.array(lengths))
         arrays["text"].append(np.frombuffer(b"".join(raw), dtype=np.uint8))
         arrays["tokens"].append(flat)
-        arrays["latents"].append(block.latents)
-        for name in self._columns:
-            arrays[name].append(getattr(block, name))
+        arrays["latents"].append(latents)
+        for name, column in (("documents", documents), ("groups", groups)):
+            if name in arrays:
+                arrays[name].append(column)
         self.summary["num_samples"] += len(texts)
         self.summary["num_tokens"] += sum(lengths)
         self.summary["max_tokens"] = max(self.summary["max_tokens"], *lengths)
@@ -143,11 +155,16 @@ class FilesSplit:
         self._json.write("[")
         self.summary = {"num_samples": 0, "num_tokens": 0, "max_tokens": 0}
 
-    def add(self, block: Block) -> None:
+    def add(
+        self,
+        texts: Sequence[str],
+        tokens: Sequence[np.ndarray],
+        latents: np.ndarray,
+        documents: np.ndarray,
+        groups: None = None,
+    ) -> None:
         """Write samples of texts, two files each."""
-        assert block.documents is not None
-        samples = zip(block.texts, block.tokens, block.latents, block.documents, strict=True)
-        for text, ids, latent, document in samples:
+        for text, ids, latent, document in zip(texts, tokens, latents, documents, strict=True):
             index = self.summary["num_samples"]
             name = f"{self.split}_{index:09d}"
             record = {

@@ -404,7 +404,9 @@ class ImageSource(Source):
 
     def open_split(self, folder: Path, split: str, vocab_size: int) -> StoreSplit:
         dtype = _DTYPES[self._codec.latents]
-        return StoreSplit(folder, split, self.latent_shape, vocab_size, dtype, ("groups",))
+        return StoreSplit(
+            folder, split, self.latent_shape, vocab_size, latent_dtype=dtype, with_groups=True
+        )
 
     def blocks(self, split: str) -> Iterator[Block]:
         codec, samples, start = self._codec, self.samples[split], 0

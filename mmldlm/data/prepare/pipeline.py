@@ -37,11 +37,12 @@ from mmldlm.data.prepare.work_dir import (
     QUARANTINE,
     TOKENIZER_IDENTITY,
     check_output_free,
+    commit,
     existing_output,
-    finish,
     latents_suffix,
     plan_digest,
     versions,
+    write_manifest,
 )
 from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.writers import LatentStatistics
@@ -176,12 +177,7 @@ class _Preparation:
             raise UserError(f"the identity of a tokenizer in {path}", problem, fix)
         statistics = source.open_statistics()
         summaries = {
-            name: write_split(
-                source.open_split(partial, name, tokenizer["vocab_size"]),
-                source.blocks(name),
-                tokenizer["unk_token_id"],
-                statistics if name == "train" else None,
-            )
+            name: self._write_split(partial, name, tokenizer, statistics)
             for name in source.samples
         }
         if quarantined:
@@ -191,9 +187,24 @@ class _Preparation:
         for name, path in source.codec_files().items():
             shutil.copyfile(path, partial / name)
         manifest = self._manifest(partial, summaries, tokenizer, statistics)
-        finish(partial, self.root, manifest, self.force)
+        write_manifest(partial, manifest)
+        commit(partial, self.root, self.force)
         self.work.remove()
         print_summary(self.console, self.root, manifest, time.perf_counter() - started)
+
+    def _write_split(
+        self,
+        folder: Path,
+        split: str,
+        tokenizer: dict[str, Any],
+        statistics: LatentStatistics | None,
+    ) -> dict[str, int]:
+        return write_split(
+            self.source.open_split(folder, split, tokenizer["vocab_size"]),
+            self.source.blocks(split),
+            tokenizer["unk_token_id"],
+            statistics if split == "train" else None,
+        )
 
     def _manifest(
         self,

@@ -85,7 +85,7 @@ def write_split(
     """
     num_unknown = num_cut = 0
     for block in blocks:
-        writer.add(block)
+        writer.add(block.texts, block.tokens, block.latents, block.documents, block.groups)
         num_unknown += count_unknown(block.tokens, unk_token_id)
         num_cut += block.num_cut
         if statistics is not None:

@@ -355,8 +355,8 @@ class TextSource(Source):
         report = self.reports["train"]
         if self.format == FILES_FORMAT:
             return FilesSplit(folder, split, report.source, self._encoder.name)
-        columns = ("documents",) if report.counts["chunked"] else ()
-        return StoreSplit(folder, split, self.latent_shape, vocab_size, columns=columns)
+        has_documents = bool(report.counts["chunked"])
+        return StoreSplit(folder, split, self.latent_shape, vocab_size, has_documents)
 
     def blocks(self, split: str) -> Iterator[Block]:
         """Yield the samples that have a latent, shard by shard."""

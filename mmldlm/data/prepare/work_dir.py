@@ -305,17 +305,11 @@ def _describe_existing(root: Path, plan: dict[str, Any] | None) -> str:
     return f"a store of the same options whose files have changed: {'; '.join(changes)}"
 
 
-def finish(partial: Path, root: Path, manifest: dict[str, Any], force: bool) -> None:
-    """Write the manifest of a finished folder, check that a store opens, and rename the folder to
-    its place.
-
-    Raises:
-        UserError: as of `commit`.
-    """
-    write_json(partial / MANIFEST, manifest)
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest of a finished folder, and assert that a store opens."""
+    write_json(folder / MANIFEST, manifest)
     if manifest["format"] == FORMAT:
-        check_readable(partial, manifest["splits"])
-    commit(partial, root, force)
+        check_readable(folder, manifest["splits"])
 
 
 def commit(partial: Path, root: Path, force: bool) -> None:

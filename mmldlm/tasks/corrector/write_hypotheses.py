@@ -40,7 +40,7 @@ from mmldlm.data.prepare.work_dir import (
 )
 from mmldlm.data.run_data import check_store_kind
 from mmldlm.data.store import TOKENIZER_FOLDER, Store, latent_shape, load_tokenizer
-from mmldlm.data.writers import Block, LatentStatistics, StoreSplit
+from mmldlm.data.writers import LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.inference.judges import LENGTHS, EncoderJudge, write_candidate
 from mmldlm.inference.load import load_pretrained, usable_device
@@ -285,7 +285,7 @@ class _Hypotheses:
                 store.latent_dim, self.counts[split] * store.latents_per_text
             )
             writer = StoreSplit(
-                folder, split, latent_shape(store_manifest), vocab_size, columns=("documents",)
+                folder, split, latent_shape(store_manifest), vocab_size, with_documents=True
             )
             for shard in map(read_npz, shards):
                 tokens = (
@@ -294,7 +294,7 @@ class _Hypotheses:
                     else []
                 )
                 texts = self.pretrained.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-                writer.add(Block(texts, tokens, shard["latents"], shard["rows"]))
+                writer.add(texts, tokens, shard["latents"], shard["rows"])
                 latent_statistics.add(shard["latents"])
             summaries[split] = writer.close()
             # The first split is the training split, whose statistics count.
