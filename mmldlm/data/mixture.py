@@ -105,7 +105,7 @@ class MixedStore(BaseStore):
         differ.
         """
         rows = np.asarray(indices, dtype=np.int64).reshape(-1)
-        owners = np.searchsorted(self._starts, rows, side="right") - 1
+        owners = self._owners(rows)
         tokens: list = [None] * len(rows)
         dtype = np.float32 if self.num_codes is None else np.int64
         present = np.unique(owners).tolist()
@@ -131,18 +131,22 @@ class MixedStore(BaseStore):
         """Split samples into those that `get` takes together: all, or one store at a time."""
         if self.grids is None:
             return [indices]
-        owners = np.searchsorted(self._starts, indices, side="right") - 1
+        owners = self._owners(indices)
         return [indices[owners == owner] for owner in np.unique(owners)]
 
     def locate(self, index: int) -> tuple[Path, int]:
         """Return the folder of a sample's split and its row in it."""
-        owner = int(np.searchsorted(self._starts, index, side="right")) - 1
+        owner = int(self._owners(index))
         return self.stores[owner].locate(index - int(self._starts[owner]))
 
     def text(self, index: int) -> str:
         """Return the text of one sample."""
-        owner = int(np.searchsorted(self._starts, index, side="right")) - 1
+        owner = int(self._owners(index))
         return self.stores[owner].text(index - int(self._starts[owner]))
+
+    def _owners(self, indices: int | np.ndarray) -> np.ndarray:
+        """Return the position of the store that each sample is of."""
+        return np.searchsorted(self._starts, indices, side="right") - 1
 
 
 def describe_encoder(manifest: dict[str, Any]) -> str:
