@@ -49,9 +49,7 @@ def read_array(path: Path) -> np.ndarray:
         OSError: not a regular file.
     """
     with open_regular(path) as file:
-        _read_header(file, os.fstat(file.fileno()).st_size)
-        file.seek(0)
-        return _load(file)
+        return _load(file, os.fstat(file.fileno()).st_size)
 
 
 def map_array(path: Path) -> np.ndarray:
@@ -75,7 +73,10 @@ def read_small_npz(path: Path, *names: str) -> list[np.ndarray]:
     with open_regular(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
-                return [_read_member(archive, f"{name}.npy") for name in names]
+                for name in names:
+                    if (size := archive.getinfo(f"{name}.npy").file_size) > MAX_NPZ_BYTES:
+                        raise UnreadableArrayError(f"{name}.npy of {size} bytes")
+                return [_read_member(archive, name) for name in names]
         except _ZIP_ERRORS as error:
             raise UnreadableArrayError(
                 f"not a .npz file with {', '.join(names)}: {error}"
@@ -103,23 +104,18 @@ def read_npz_array(path: Path, name: str | None = None) -> np.ndarray:
                         f"arrays {join_some(map(printable, names)) or 'none'}, of which"
                         f" --latents-field names {'none' if name is None else repr(name)}"
                     )
-                member = archive.getinfo(f"{chosen}.npy")
+                size = archive.getinfo(f"{chosen}.npy").file_size
                 fix = "save it as .npy, which is mapped"
-                require_memory(member.file_size, f"the array {chosen} in {path}", fix)
-                with archive.open(member) as stream:
-                    _read_header(stream, member.file_size)
-                    stream.seek(0)
-                    return _load(stream)
+                require_memory(size, f"the array {chosen} in {path}", fix)
+                return _read_member(archive, chosen)
         except _ZIP_ERRORS as error:
             raise UnreadableArrayError(f"not a .npz file: {error}") from error
 
 
 def _read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    if archive.getinfo(name).file_size > MAX_NPZ_BYTES:
-        raise UnreadableArrayError(f"{name} of {archive.getinfo(name).file_size} bytes")
-    content = archive.read(name)
-    _read_header(io.BytesIO(content), len(content))
-    return _load(io.BytesIO(content))
+    member = archive.getinfo(f"{name}.npy")
+    with archive.open(member) as stream:
+        return _load(stream, member.file_size)
 
 
 def _read_header(file: IO[bytes], size: int) -> None:
@@ -153,7 +149,9 @@ def _read_header(file: IO[bytes], size: int) -> None:
         )
 
 
-def _load(file: IO[bytes]) -> np.ndarray:
+def _load(file: IO[bytes], size: int) -> np.ndarray:
+    _read_header(file, size)
+    file.seek(0)
     try:
         return np.lib.format.read_array(file, allow_pickle=False)
     except (OverflowError, MemoryError) as error:

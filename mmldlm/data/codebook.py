@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data import CODEBOOK
 from mmldlm.data.arrays import read_array
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
@@ -18,8 +17,6 @@ from mmldlm.utils.formatting import join_some
 
 # Ids are stored as uint16.
 MAX_CODES = 1 << 16
-# Levels per component of `codes:fsq`.
-FSQ_LEVELS = (8, 5, 5, 5)
 # Upper bound of the distances held in memory at once.
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -30,7 +27,7 @@ class Codebook:
     same everywhere.
 
     Attributes:
-        kind: `kmeans` or `fsq`.
+        kind: `kmeans`, or `fsq` of stores that an earlier version made.
         values: Codes, uint8 [Q, D] with the D values of a patch.
         file: File of the codes, if it was read or written.
     """
@@ -65,25 +62,7 @@ class Codebook:
             UserError: the file is missing, damaged or another one.
         """
         shape = (identity["codes"], values)
-        fix = f"copy {CODEBOOK} again from the store or the checkpoint it is of"
-        try:
-            codes = read_array(path)
-        except (OSError, ValueError) as error:
-            raise UserError(f"the codes of the images in {path}", str(error), fix) from None
-        if (
-            codes.shape != shape
-            or codes.dtype != np.float32
-            or sha256_of(path) != identity["codebook_sha256"]
-        ):
-            what = (
-                f"{codes.dtype} {list(codes.shape)}" if codes.shape != shape else "other content"
-            )
-            raise UserError(
-                f"float32 {list(shape)} with the SHA-256 of its codec in {path}", what, fix
-            )
-        if not (np.abs(codes) <= 1).all():
-            # Written as a negation, because NaN fails every comparison.
-            raise UserError(f"values from -1 to 1 of the codes in {path}", "others, or NaN", fix)
+        codes = read_codec_file(path, shape, identity["codebook_sha256"])
         return cls(identity["codebook"], np.rint((codes + 1) * 127.5).astype(np.uint8), path)
 
     def as_float32(self) -> np.ndarray:
@@ -106,6 +85,25 @@ class Codebook:
         """
         check_ids(ids, len(self))
         return self.values[ids.astype(np.int64)]
+
+
+def read_codec_file(path: Path, shape: tuple[int, ...], sha256: str | None) -> np.ndarray:
+    """Read a file that belongs to an image codec, float32 of a shape.
+
+    Raises:
+        UserError: it is missing, damaged, or not the one with the SHA-256 of the codec.
+    """
+    fix = f"copy {path.name} again from the store or the checkpoint that the latents belong to"
+    expected = f"float32 {list(shape)} with the SHA-256 of its codec in {path}"
+    try:
+        table = read_array(path)
+    except (OSError, ValueError) as error:
+        raise UserError(expected, str(error), fix) from None
+    if table.shape != shape or table.dtype != np.float32:
+        raise UserError(expected, f"{table.dtype} {list(table.shape)}", fix)
+    if sha256_of(path) != sha256:
+        raise UserError(expected, "other content", fix)
+    return table
 
 
 def check_ids(ids: np.ndarray, codes: int, where: str = "the latents", first_row: int = 0) -> None:

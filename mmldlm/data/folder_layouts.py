@@ -61,17 +61,8 @@ def find_samples(
     unpaired: set[Path] = set()
     splits: dict[str, list[SampleFiles]] = {}
     for split in SPLITS:
-        in_split = list(_from_json(source, split))
-        if in_split:
-            listed = {sample.latent.resolve() for sample in in_split}
-            latents = source / "latents" / split
-            others = [path for path in latents.glob("*.npy") if path.resolve() not in listed]
-            others = [path for path in others if not is_of_macos(path.name)]
-            counts["read"] += len(others)
-            counts["drop_not_in_json"] += len(others)
-            unpaired.update(others)
-        else:
-            in_split = list(_from_folders(source, split, counts, unpaired))
+        in_split = _from_json(source, split, counts, unpaired)
+        in_split = in_split or list(_from_folders(source, split, counts, unpaired))
         if in_split:
             splits[split] = in_split
     if not splits:
@@ -88,39 +79,45 @@ def find_samples(
         raise UserError(
             f"a train split in {source}", f"only {', '.join(splits)}", "check the folder's names"
         )
-    samples = [sample for part in splits.values() for sample in part]
-    used = {
-        path
-        for sample in samples
-        for path in (sample.latent, sample.text_path, sample.tokens_path)
-        if path
-    }
-    used |= unpaired | {source / name for name in _OWN_FILES}
+    used: set[Path | None] = {*unpaired, *(source / name for name in _OWN_FILES)}
+    for sample in (sample for part in splits.values() for sample in part):
+        used |= {sample.latent, sample.text_path, sample.tokens_path}
     for path in files:
         if path not in used and path.relative_to(source).parts[0] != TOKENIZER_FOLDER:
             left_out.add("files of no sample", path.relative_to(source))
     return splits
 
 
-def _from_json(source: Path, split: str) -> Iterator[SampleFiles]:
+def _from_json(
+    source: Path, split: str, counts: Counter, unpaired: set[Path]
+) -> list[SampleFiles]:
+    """Return the samples that a list names; count latents beside them that it does not name."""
     path = source / f"{split}_data.json"
     if not path.is_file():
-        return
+        return []
+    samples = []
     try:
-        records = json.loads(read_text(path, 1 << 34, encoding="utf-8-sig"))
-        for record in records:
+        for record in json.loads(read_text(path, 1 << 34, encoding="utf-8-sig")):
             text, text_path = record.get("text"), record.get("text_path")
             if not isinstance(text, str | None):
                 raise TypeError(f"a text that is a {type(text).__name__}")
-            yield SampleFiles(
-                source / record["latent_path"], text, source / text_path if text_path else None
-            )
+            text_path = source / text_path if text_path else None
+            samples.append(SampleFiles(source / record["latent_path"], text, text_path))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(
             f"a list of records with latent_path and text or text_path in {path}",
             repr(error),
             "repair the file",
         ) from None
+    listed = {sample.latent.resolve() for sample in samples}
+    latents = (source / "latents" / split).glob("*.npy") if samples else ()
+    others = [
+        path for path in latents if path.resolve() not in listed and not is_of_macos(path.name)
+    ]
+    counts["read"] += len(others)
+    counts["drop_not_in_json"] += len(others)
+    unpaired.update(others)
+    return samples
 
 
 def _from_folders(

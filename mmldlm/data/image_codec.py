@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmldlm.data import BASIS, CODEBOOK
-from mmldlm.data.arrays import read_array
-from mmldlm.data.codebook import Codebook
+from mmldlm.data.codebook import Codebook, read_codec_file
 from mmldlm.data.encoders.model_files import VaeFiles, find_vae
 from mmldlm.data.images import from_patches, to_patches
 from mmldlm.data.manifest import MANIFEST, find_codec_problems
@@ -96,18 +95,13 @@ class ImageCodec:
             return codec
         if codec.latents == "vae":
             return VaeCodec.of_identity(identity, codec._fields())
+        folder = Path(folder or ".")
         if codec.latents == "codes":
             values = codec.patch**2 * codec.channels
-            return cls(
-                **codec._fields(),
-                codebook=Codebook.read(Path(folder or ".") / CODEBOOK, identity, values),
-            )
-        path = Path(folder or ".") / BASIS
-        return cls(
-            **codec._fields(),
-            basis=_read_basis(path, codec, identity["basis_sha256"]),
-            basis_file=path,
-        )
+            return replace(codec, codebook=Codebook.read(folder / CODEBOOK, identity, values))
+        shape = (codec.num_latents * codec.latent_dim + 1, codec.size**2 * codec.channels)
+        basis = read_codec_file(folder / BASIS, shape, identity["basis_sha256"])
+        return replace(codec, basis=basis, basis_file=folder / BASIS)
 
     def _fields(self) -> dict[str, Any]:
         return {key: getattr(self, key) for key in _KEYS if key != "grid"}
@@ -302,12 +296,6 @@ def _identity_of(source: dict[str, Any]) -> dict[str, Any]:
             key: source["files"].get(name, {}).get("sha256") for key, name in _SHA256_OF.items()
         }
         identity = {**source["image"], **shape, **checksums}
-    missing = [key for key in _KEYS if key not in identity]
-    if missing or identity["latents"] not in ("pixels", "pca", "codes", "vae"):
-        found = f"no {', '.join(missing)}" if missing else f"latents {identity['latents']!r}"
-        raise UserError(
-            "the codec of a model or store of images", found, "train on a store of images"
-        )
     if problem := find_codec_problems(identity):
         raise UserError(
             "a valid codec of images (image in a config.json or manifest)",
@@ -315,25 +303,6 @@ def _identity_of(source: dict[str, Any]) -> dict[str, Any]:
             "copy the file again",
         )
     return identity
-
-
-def _read_basis(path: Path, codec: ImageCodec, sha256: str | None) -> np.ndarray:
-    shape = (codec.num_latents * codec.latent_dim + 1, codec.size**2 * codec.channels)
-    fix = f"copy {BASIS} again from the store or the checkpoint that the latents belong to"
-    try:
-        basis = read_array(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"the components of {codec.name} in {path}", str(error), fix) from None
-    if basis.shape != shape or basis.dtype != np.float32 or sha256_of(path) != sha256:
-        found = f"{basis.dtype} {list(basis.shape)}" if basis.shape != shape else "other content"
-        raise UserError(
-            f"float32 {list(shape)} with the SHA-256 of its codec in {path}", found, fix
-        )
-    if not np.isfinite(basis).all():
-        raise UserError(
-            f"finite components of {codec.name} in {path}", "NaN or infinite values", fix
-        )
-    return basis
 
 
 @dataclass(frozen=True)

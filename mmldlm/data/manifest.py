@@ -4,19 +4,18 @@ rebuilding a store.
 
 from __future__ import annotations
 
-import math
 import shlex
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from mmldlm.data.encoders.specs import EncoderIdentity
 from mmldlm.data.writers import MAX_IMAGE_SIZE, MAX_LATENT_DIM, MAX_LATENTS
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.paths import path_inside
-from mmldlm.utils.validation import describe_problems
+from mmldlm.utils.validation import find_problems
 
 # Far above every known tokenizer: a model has one row per id.
 MAX_VOCAB_SIZE = 1 << 24
@@ -50,29 +49,18 @@ class _Statistics(BaseModel):
 
     def find_problem(self, latent_dim: int) -> str | None:
         """Say why these are not the mean and deviation of latents of this dimension."""
-        for key in ("mean", "std"):
-            values = getattr(self, key)
+        for key, values in (("mean", self.mean), ("std", self.std)):
             if len(values) != latent_dim:
                 return f"{key} has {len(values)} values for latents of {latent_dim}"
-            # Models store fp32, in which 1e300 would be infinite.
-            bad = next(
-                (
-                    i
-                    for i, value in enumerate(values)
-                    if not math.isfinite(value) or abs(value) > 1e30
-                ),
-                None,
-            )
-            if bad is not None:
-                return f"{key}[{bad}] is {values[bad]}, not a finite number"
-        bad = next((i for i, value in enumerate(self.std) if value < 0), None)
-        if bad is not None:
-            return f"std[{bad}] is {self.std[bad]}, below 0"
-        return (
-            None
-            if max(self.std) > 0
-            else "std is 0 in every dimension: all latents would be equal"
-        )
+            for i, value in enumerate(values):
+                # Models store fp32, in which 1e300 would be infinite.
+                if not abs(value) <= 1e30:
+                    return f"{key}[{i}] is {value}, not a finite number"
+                if key == "std" and value < 0:
+                    return f"std[{i}] is {value}, below 0"
+        if max(self.std) == 0:
+            return "std is 0 in every dimension: all latents would be equal"
+        return None
 
 
 class _Tokenizer(BaseModel):
@@ -105,6 +93,12 @@ class _Image(BaseModel):
 class _Codec(_Image):
     num_latents: int = Field(ge=1, le=MAX_LATENTS)
     latent_dim: int = Field(ge=1, le=MAX_LATENT_DIM)
+
+    @model_validator(mode="after")
+    def _has_whole_patches(self) -> _Codec:
+        if self.size % self.patch:
+            raise ValueError(f"patches of {self.patch} in images of {self.size}")
+        return self
 
 
 class _Manifest(BaseModel):
@@ -169,37 +163,24 @@ class _Manifest(BaseModel):
         return self
 
 
-def find_problems(manifest: dict[str, Any]) -> str | None:
+def find_manifest_problems(manifest: dict[str, Any]) -> str | None:
     """Describe the problems of a manifest; None for a valid one. Unknown keys are ignored."""
-    try:
-        _Manifest.model_validate(manifest, strict=True)
-    except ValidationError as error:
-        return describe_problems(error)
-    return None
+    return find_problems(_Manifest, manifest)
 
 
 def find_tokenizer_problems(identity: dict[str, Any]) -> str | None:
     """Describe the problems of the identity of a tokenizer that a preparation has kept. Stores of
     earlier versions may lack `unk_token_id`, which it has.
     """
-    try:
-        _Tokenizer.model_validate(identity, strict=True)
-    except ValidationError as error:
-        return describe_problems(error)
-    return None if "unk_token_id" in identity else "unk_token_id is missing"
+    problems = find_problems(_Tokenizer, identity)
+    return problems or (None if "unk_token_id" in identity else "unk_token_id is missing")
 
 
 def find_codec_problems(identity: dict[str, Any]) -> str | None:
     """Describe the problems of the identity of an image codec, as the config of a model
     holds it.
     """
-    try:
-        codec = _Codec.model_validate(identity, strict=True)
-    except ValidationError as error:
-        return describe_problems(error)
-    return (
-        f"patches of {codec.patch} in images of {codec.size}" if codec.size % codec.patch else None
-    )
+    return find_problems(_Codec, identity)
 
 
 def sample_checksums(manifest: dict[str, Any]) -> dict[str, str]:
@@ -271,11 +252,9 @@ def _stores_in(folder: Path, except_for: Path | None = None) -> list[Path]:
         return sorted(
             path
             for path in inside
-            if path != except_for and (path / MANIFEST).is_file() and _is_store(path)
+            if path != except_for
+            and (path / MANIFEST).is_file()
+            and ((path / "train").is_dir() or (path / "validation").is_dir())
         )
     except OSError:
         return []
-
-
-def _is_store(path: Path) -> bool:
-    return (path / "train").is_dir() or (path / "validation").is_dir()

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from mmldlm.data.lengths import Lengths
-from mmldlm.data.store import Rows, Store, latent_shape
+from mmldlm.data.store import BaseStore, Rows, Store, latent_shape
 from mmldlm.errors import UserError
 
 # Latents of two stores are comparable if these entries are equal.
@@ -29,7 +29,7 @@ _ENCODER_KEYS = (
 )
 
 
-class MixedStore:
+class MixedStore(BaseStore):
     """One split of several stores that have one tokenizer and one encoder.
 
     Stores of images as pixels may differ in the size of their images. Then `get` takes samples of
@@ -51,35 +51,15 @@ class MixedStore:
         self.stores, self.weights = list(stores), list(weights)
         # `max` returns the first of several equal stores.
         largest = max(stores, key=lambda store: store.latents_per_text)
-        self.root, first = largest.root, largest.manifest
+        self.root, self.manifest = largest.root, largest.manifest
         has_sizes = all(
             (store.manifest.get("image") or {}).get("latents") == "pixels" for store in stores
         )
+        common = _common_entries(self.manifest, has_sizes)
         for store in stores:
-            for subject, value, expected in (
-                (
-                    "the tokenizer",
-                    store.manifest["tokenizer"].get("sha256"),
-                    first["tokenizer"].get("sha256"),
-                ),
-                ("the dimension of latents", store.latent_dim, first["latent_dim"]),
-                (
-                    "the number of latents per text",
-                    *(
-                        0 if has_sizes else manifest.get("latents_per_text", 1)
-                        for manifest in (store.manifest, first)
-                    ),
-                ),
-                (
-                    "the encoder",
-                    *(describe_encoder(manifest) for manifest in (store.manifest, first)),
-                ),
-                (
-                    "the form of images",
-                    *(_image_of(manifest, has_sizes) for manifest in (store.manifest, first)),
-                ),
-            ):
-                if value != expected:
+            own = _common_entries(store.manifest, has_sizes)
+            for subject, expected in common.items():
+                if (value := own[subject]) != expected:
                     raise UserError(
                         f"one tokenizer and one encoder in all stores of data.mixture: {subject}"
                         f" of {self.root} ({expected})",
@@ -87,39 +67,18 @@ class MixedStore:
                         "prepare both with the same --tokenizer and --encoder (images:"
                         " --patch-size and --latents)",
                     )
-        grids = (
-            {store.latents_per_text: store.manifest["image"]["grid"] for store in stores}
+        grids = {
+            store.latents_per_text: store.manifest["image"]["grid"]
+            for store in stores
             if has_sizes
-            else {}
-        )
+        }
         self.grids = [grids[count] for count in sorted(grids)] if len(grids) > 1 else None
-        self.manifest: dict[str, Any] = first
         self.lengths = Lengths.joined([store.lengths for store in stores])
         self.num_truncated = sum(store.num_truncated for store in stores)
         self._starts = np.concatenate([[0], np.cumsum([len(store) for store in stores])])
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    @property
-    def kind(self) -> str:
-        """What the latents are of: `text` or `image`."""
-        return self.stores[0].kind
-
-    @property
-    def num_codes(self) -> int | None:
-        """Number of codes Q, of which latents are ids; None: latents are values."""
-        return self.stores[0].num_codes
-
-    @property
-    def latent_dim(self) -> int:
-        """Number of components D of a latent."""
-        return self.stores[0].latent_dim
-
-    @property
-    def latents_per_text(self) -> int:
-        """Number of latents K per sample; of images of several sizes that of the largest."""
-        return max(store.latents_per_text for store in self.stores)
 
     def _moments(self) -> tuple[np.ndarray, np.ndarray]:
         fractions = np.asarray(self.weights) / sum(self.weights)
@@ -146,7 +105,7 @@ class MixedStore:
         differ.
         """
         rows = np.asarray(indices, dtype=np.int64).reshape(-1)
-        owners = np.searchsorted(self._starts, rows, side="right") - 1
+        owners = self._owners(rows)
         tokens: list = [None] * len(rows)
         dtype = np.float32 if self.num_codes is None else np.int64
         present = np.unique(owners).tolist()
@@ -172,22 +131,22 @@ class MixedStore:
         """Split samples into those that `get` takes together: all, or one store at a time."""
         if self.grids is None:
             return [indices]
-        owners = np.searchsorted(self._starts, indices, side="right") - 1
+        owners = self._owners(indices)
         return [indices[owners == owner] for owner in np.unique(owners)]
 
     def locate(self, index: int) -> tuple[Path, int]:
         """Return the folder of a sample's split and its row in it."""
-        owner = int(np.searchsorted(self._starts, index, side="right")) - 1
+        owner = int(self._owners(index))
         return self.stores[owner].locate(index - int(self._starts[owner]))
 
     def text(self, index: int) -> str:
         """Return the text of one sample."""
-        owner = int(np.searchsorted(self._starts, index, side="right")) - 1
+        owner = int(self._owners(index))
         return self.stores[owner].text(index - int(self._starts[owner]))
 
-    def texts(self, indices: Sequence[int]) -> list[str]:
-        """Return the texts of several samples."""
-        return [self.text(int(index)) for index in indices]
+    def _owners(self, indices: int | np.ndarray) -> np.ndarray:
+        """Return the position of the store that each sample is of."""
+        return np.searchsorted(self._starts, indices, side="right") - 1
 
 
 def describe_encoder(manifest: dict[str, Any]) -> str:
@@ -200,8 +159,22 @@ def describe_encoder(manifest: dict[str, Any]) -> str:
     )
 
 
-def _image_of(manifest: dict[str, Any], has_sizes: bool) -> str:
+def _common_entries(manifest: dict[str, Any], has_sizes: bool) -> dict[str, Any]:
+    """Return what the stores of a mixture have in common; with `has_sizes` not the size of their
+    images.
+    """
     image, keys = manifest.get("image") or {}, ("patch", "channels", "latents")
-    return ", ".join(
-        f"{key} {image[key]}" for key in (keys if has_sizes else ("size", *keys)) if key in image
-    )
+    entries = {
+        "the tokenizer": manifest["tokenizer"].get("sha256"),
+        "the dimension of latents": manifest["latent_dim"],
+        "the encoder": describe_encoder(manifest),
+        "the form of images": ", ".join(f"{key} {image[key]}" for key in keys if key in image),
+    }
+    if has_sizes:
+        return entries
+    count = manifest.get("latents_per_text", 1)
+    return {
+        **entries,
+        "the number of latents per text": count,
+        "the size of images": image.get("size"),
+    }

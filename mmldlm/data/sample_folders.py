@@ -18,6 +18,7 @@ import os
 import shutil
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,23 +34,24 @@ from mmldlm.data.latents_file import LatentRow, find_rows
 from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.prepare import select
 from mmldlm.data.prepare import tokenizer as tokenizers
+from mmldlm.data.prepare.source import account_for, write_split
 from mmldlm.data.prepare.summary import print_summary
-from mmldlm.data.prepare.tokenize import truncate
+from mmldlm.data.prepare.tokenize import token_ids, truncate
 from mmldlm.data.prepare.work_dir import (
     check_output_free,
-    check_readable,
     commit,
     latents_suffix,
     versions,
+    write_manifest,
 )
 from mmldlm.data.sentences import MAX_TEXT_BYTES, content_hash, fold_spaces
 from mmldlm.data.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION
-from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown
-from mmldlm.data.writers import FILES_FORMAT, LatentStatistics, StoreSplit
+from mmldlm.data.unknown_tokens import check_unknown_share
+from mmldlm.data.writers import FILES_FORMAT, Block, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
-from mmldlm.utils.atomic_files import list_files, write_json
+from mmldlm.utils.atomic_files import list_files
 from mmldlm.utils.formatting import describe_counts, is_utf8, join_some
-from mmldlm.utils.input_files import LeftOut, open_regular
+from mmldlm.utils.input_files import LeftOut, read_text
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.paths import check_writable_dir, output_root
 from mmldlm.utils.screen import open_console
@@ -97,10 +99,12 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     samples, latents_per_text = _find(options, counts, left_out)
     prepared = _read_manifest(source)
     tokenizer, identity = _load_tokenizer(options, source, samples)
-    packer = _Packer(options, tokenizer, identity["vocab_size"], counts, latents_per_text)
-    texts = {split: packer.inspect(split, part) for split, part in samples.items()}
-    packer.drop_other_dimensions(texts, source)
-    chosen = _choose(texts, options, counts)
+    vocab_size = identity["vocab_size"]
+    reader = _Reader(options, tokenizer, vocab_size, latents_per_text, counts)
+    usable = {split: reader.read(part) for split, part in samples.items()}
+    latent_dim = _keep_one_dimension(usable, counts, source)
+    latent_shape = (latent_dim,) if latents_per_text == 1 else (latents_per_text, latent_dim)
+    chosen = _choose(usable, options, counts)
     for split, rows in chosen.items():
         if len(rows) < 2:
             fix = "check what was dropped"
@@ -120,11 +124,19 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        summaries, statistics = packer.write_splits(partial, chosen, texts, samples)
-        for split, summary in summaries.items():
+        statistics = LatentStatistics(latent_dim, len(chosen["train"]) * latents_per_text)
+        summaries = {}
+        for split, rows in chosen.items():
+            summary = summaries[split] = write_split(
+                StoreSplit(partial, split, latent_shape, vocab_size),
+                _blocks(rows, latent_shape),
+                tokenizer.unk_token_id,
+                statistics if split == "train" else None,
+            )
             warning = check_unknown_share(summary["num_unknown"], summary["num_tokens"], split)
             if warning is not None:
                 console.print(f"warning: {warning}", soft_wrap=True)
+        latent_stats = statistics.result()
         save_tokenizer(tokenizer, partial / TOKENIZER_FOLDER)
         encoder = prepared.get("encoder") or {
             "name": options.encoder or UNKNOWN_ENCODER,
@@ -133,10 +145,10 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
         manifest = {
             "format": FORMAT,
             "version": VERSION,
-            "latent_dim": packer.latent_dim,
+            "latent_dim": latent_dim,
             **latents_suffix(latents_per_text),
-            "encoder": _with_normalize(encoder, statistics["norm"]),
-            "latent_stats": statistics,
+            "encoder": _with_normalize(encoder, latent_stats["norm"]),
+            "latent_stats": latent_stats,
             "tokenizer": identity,
             "splits": summaries,
             "corpus": _describe_corpus(source, summaries, counts, left_out),
@@ -144,8 +156,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
             "files": list_files(partial),
             "created_with": versions(),
         }
-        write_json(partial / MANIFEST, manifest)
-        check_readable(partial, summaries)
+        write_manifest(partial, manifest)
         commit(partial, root, options.force)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
@@ -218,236 +229,199 @@ def _describe_corpus(
     source: Path, summaries: dict[str, dict[str, int]], counts: Counter, left_out: LeftOut
 ) -> dict[str, Any]:
     """Return the manifest's entry of the corpus, in which every sample is accounted for."""
-    dropped = {
-        key[5:]: value
-        for key, value in sorted(counts.items())
-        if key.startswith("drop_") and value
-    }
     num_packed = sum(summary["num_samples"] for summary in summaries.values())
-    assert counts["read"] == num_packed + sum(dropped.values()), "a sample is not accounted for"
     return {
         "source": f"files:{source.resolve().name}",
-        "read": counts["read"],
-        "kept": num_packed,
-        "dropped": dropped,
+        **account_for(counts, num_packed),
         **({"truncated": counts["truncated"]} if counts["truncated"] else {}),
         "files": counts["files"],
         **left_out.entry(),
     }
 
 
-class _Packer:
-    """Reader of sample files, which counts and leaves out unusable ones.
+@dataclass
+class _Usable:
+    """A sample that can be packed.
 
     Attributes:
-        latent_dim: D, known after `drop_other_dimensions`.
+        text, ids: Text and token ids, int64 [n].
+        dim: Number of components D of its latents.
     """
+
+    sample: Sample
+    text: str
+    ids: np.ndarray
+    dim: int
+
+
+class _Unusable(Exception):
+    """The reason why a sample is left out."""
+
+
+class _Reader:
+    """Reader of samples, which counts and leaves out unusable ones."""
 
     def __init__(
         self,
         options: PackOptions,
         tokenizer,
         vocab_size: int,
-        counts: Counter,
         latents_per_text: int,
+        counts: Counter,
     ):
         self.options, self.tokenizer, self.vocab_size = options, tokenizer, vocab_size
-        self.counts = counts
-        self.latents_per_text = latents_per_text
-        self.latent_dim = 0
-        self.positions_of_dim: dict[int, list[tuple[str, int]]] = {}
-        self.specials = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+        self.latents_per_text, self.counts = latents_per_text, counts
+        self.specials = list(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
 
-    def inspect(self, split: str, samples: list[Sample]) -> dict[int, tuple[str, np.ndarray]]:
-        """Return position -> (text, token ids) of the usable samples."""
-        vectors = {}
-        for position, sample in enumerate(samples):
+    def read(self, samples: list[Sample]) -> list[_Usable]:
+        """Return the usable samples."""
+        usable = []
+        for sample in samples:
             self.counts["read"] += 1
-            dim, reason = self._inspect_latent(sample)
-            text, ids = ("", np.empty(0, np.int64)) if reason else self._text_and_ids(sample)
-            if not reason:
-                is_short = len(ids) < max(self.options.min_tokens, 1)
-                reason = "unreadable_text" if text is None else "too_short" if is_short else None
-            if reason:
+            try:
+                usable.append(self._read(sample))
+            except _Unusable as reason:
                 self.counts[f"drop_{reason}"] += 1
-                continue
-            limit = self.options.max_tokens
-            if limit is not None and len(ids) > limit:
-                ids, text = truncate(self.tokenizer, text, limit)
-                if len(ids) < max(self.options.min_tokens, 1):
-                    self.counts["drop_too_short"] += 1
-                    continue
-                self.counts["truncated"] += 1
-            vectors[position] = (text, np.asarray(ids, np.int64))
-            self.positions_of_dim.setdefault(dim, []).append((split, position))
-        return vectors
+        return usable
 
-    def drop_other_dimensions(self, texts: dict[str, dict[int, Any]], source: Path) -> None:
-        """Choose the dimension of most latents; count samples of other dimensions and remove them
-        from `texts`.
+    def _read(self, sample: Sample) -> _Usable:
+        dim = self._dim_of(sample)
+        text, ids = self._text_and_ids(sample)
+        least, most = max(self.options.min_tokens, 1), self.options.max_tokens
+        if len(ids) < least:
+            raise _Unusable("too_short")
+        if most is not None and len(ids) > most:
+            ids, text = truncate(self.tokenizer, text, most)
+            if len(ids) < least:
+                raise _Unusable("too_short")
+            self.counts["truncated"] += 1
+        return _Usable(sample, text, np.asarray(ids, np.int64), dim)
 
-        Raises:
-            UserError: no dimension has more than half of the latents.
-        """
-        sizes = {dim: len(positions) for dim, positions in self.positions_of_dim.items()}
-        if not sizes:
-            return
-        self.latent_dim = max(sizes, key=sizes.get)
-        if 2 * sizes[self.latent_dim] <= sum(sizes.values()):
-            found = join_some(
-                (f"{count} of {dim}" for dim, count in sorted(sizes.items())), limit=8
-            )
-            raise UserError(
-                f"latents of one dimension in {source}",
-                found,
-                "keep latents of one encoder in one folder",
-            )
-        for dim, positions in self.positions_of_dim.items():
-            for split, position in positions if dim != self.latent_dim else ():
-                del texts[split][position]
-                self.counts["drop_latent_of_another_dimension"] += 1
-
-    def write_splits(
-        self,
-        folder: Path,
-        chosen: dict[str, list[tuple[str, int]]],
-        texts: dict[str, dict[int, tuple[str, np.ndarray]]],
-        samples: dict[str, list[Sample]],
-    ) -> tuple[dict[str, dict[str, int]], dict[str, Any]]:
-        """Write all splits; return their summaries and the statistics of the training latents."""
-        summaries, statistics = {}, {}
-        for split, rows in chosen.items():
-            writer = StoreSplit(folder, split, self.latent_shape, self.vocab_size)
-            latent_statistics = LatentStatistics(
-                self.latent_dim, len(rows) * self.latents_per_text
-            )
-            num_unknown = 0
-            for block in (rows[start : start + _BLOCK] for start in range(0, len(rows), _BLOCK)):
-                pairs = [texts[origin][position] for origin, position in block]
-                latents = np.stack(
-                    [self.latent(samples[origin][position]) for origin, position in block]
-                )
-                writer.add([text for text, _ in pairs], [ids for _, ids in pairs], latents)
-                latent_statistics.add(latents)
-                num_unknown += count_unknown(
-                    [ids for _, ids in pairs], self.tokenizer.unk_token_id
-                )
-            summaries[split] = {**writer.close(), "num_unknown": num_unknown}
-            if split == "train":
-                statistics = latent_statistics.result()
-        return summaries, statistics
-
-    @property
-    def latent_shape(self) -> tuple[int, ...]:
-        """The shape of a sample's latents: [D], or [K, D] with several latents per text."""
-        return (
-            (self.latent_dim,)
-            if self.latents_per_text == 1
-            else (self.latents_per_text, self.latent_dim)
-        )
-
-    def latent(self, sample: Sample) -> np.ndarray:
-        """Read the latents of a sample as float32 [D] or [K, D]."""
-        return sample.read_latent().reshape(self.latent_shape).astype(np.float32)
-
-    def _inspect_latent(self, sample: Sample) -> tuple[int, str | None]:
-        """Return the dimension of a sample's latents, and the reason why they are unusable,
-        or None.
-        """
+    def _dim_of(self, sample: Sample) -> int:
+        """Return the number of components of a sample's latents, if they can be stored."""
         try:
             vectors = sample.read_latent()
         except (OSError, ValueError, MemoryError):
-            return 0, "unreadable_latent"
+            raise _Unusable("unreadable_latent") from None
         if vectors.dtype.kind != "f":
             kind = vectors.dtype.name if vectors.dtype.kind in "biuc" else "other"
-            return 0, f"latent_of_type_{kind}"
+            raise _Unusable(f"latent_of_type_{kind}")
         count = self.latents_per_text
         vectors = vectors[None] if vectors.ndim == 1 else vectors
         if vectors.ndim != 2 or len(vectors) != count or not vectors.shape[1]:
-            return 0, "latent_not_one_vector" if count == 1 else f"latent_not_{count}_vectors"
+            raise _Unusable(
+                "latent_not_one_vector" if count == 1 else f"latent_not_{count}_vectors"
+            )
         with np.errstate(over="ignore"):
             # float64 may overflow float32; infinities are checked next.
             vectors = vectors.astype(np.float32)
         if not np.isfinite(vectors).all():
-            return 0, "latent_not_finite"
-        return vectors.shape[1], None if vectors.any(axis=1).all() else "latent_zero"
+            raise _Unusable("latent_not_finite")
+        if not vectors.any(axis=1).all():
+            raise _Unusable("latent_zero")
+        return vectors.shape[1]
 
-    def _text_and_ids(self, sample: Sample) -> tuple[str | None, np.ndarray]:
+    def _text_and_ids(self, sample: Sample) -> tuple[str, np.ndarray | list[int]]:
         try:
-            if isinstance(sample, LatentRow):
-                text = sample.text
-            elif sample.tokens_path is not None:
-                ids, mask = map(
-                    np.ravel, read_small_npz(sample.tokens_path, "input_ids", "attention_mask")
-                )
-                if ids.dtype.kind not in "iu" or mask.dtype.kind not in "biu":
-                    return None, np.empty(0, np.int64)
-                ids = ids[mask.astype(bool)].astype(np.int64)
-                if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
-                    raise UserError(
-                        f"ids of tokenizer {self.options.tokenizer} (below {self.vocab_size})",
-                        f"{int(ids.min())}..{int(ids.max())} in {sample.tokens_path}",
-                        "give the --tokenizer that made them",
-                    )
-                # CLS, SEP and PAD are not part of a text.
-                ids = ids[~np.isin(ids, list(self.specials))]
-                return self.tokenizer.decode(ids), ids
-            else:
-                text = sample.text if sample.text is not None else _read_text(sample.text_path)
-        except (OSError, ValueError, IndexError) as error:
+            if isinstance(sample, SampleFiles) and sample.tokens_path is not None:
+                return self._read_tokens(sample.tokens_path)
+            text = (
+                sample.text
+                if sample.text is not None
+                else read_text(sample.text_path, MAX_TEXT_BYTES)
+            )
+            if not is_utf8(text):
+                raise ValueError("lone surrogates, to which broken escapes in JSON decode")
+        except (OSError, ValueError) as error:
             if isinstance(error, UserError) and not isinstance(error, OSError):
                 raise
-            return None, np.empty(0, np.int64)
-        if not is_utf8(text):
-            # Broken escapes in JSON decode to lone surrogates.
-            return None, np.empty(0, np.int64)
+            raise _Unusable("unreadable_text") from error
         text = fold_spaces(text)
-        ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        return text, np.asarray(ids, np.int64)
+        return text, token_ids(self.tokenizer, text)
+
+    def _read_tokens(self, path: Path) -> tuple[str, np.ndarray]:
+        """Return text and token ids of a file of tokens.
+
+        Raises:
+            UserError: ids of another tokenizer.
+            ValueError, OSError: not a file of tokens.
+        """
+        ids, mask = map(np.ravel, read_small_npz(path, "input_ids", "attention_mask"))
+        is_valid = ids.dtype.kind in "iu" and mask.dtype.kind in "biu" and ids.shape == mask.shape
+        if not is_valid:
+            raise ValueError("input_ids and attention_mask that do not fit")
+        ids = ids[mask.astype(bool)].astype(np.int64)
+        if len(ids) and (ids.min() < 0 or ids.max() >= self.vocab_size):
+            raise UserError(
+                f"ids of tokenizer {self.options.tokenizer} (below {self.vocab_size})",
+                f"{int(ids.min())}..{int(ids.max())} in {path}",
+                "give the --tokenizer that made them",
+            )
+        # CLS, SEP and PAD are not part of a text.
+        ids = ids[~np.isin(ids, self.specials)]
+        return self.tokenizer.decode(ids), ids
+
+
+def _keep_one_dimension(usable: dict[str, list[_Usable]], counts: Counter, source: Path) -> int:
+    """Count and remove samples whose latents are not of the dimension of most; return it.
+
+    Raises:
+        UserError: no dimension has more than half of the latents.
+    """
+    sizes = Counter(sample.dim for part in usable.values() for sample in part)
+    if not sizes:
+        return 0
+    ((dim, most),) = sizes.most_common(1)
+    if 2 * most <= sizes.total():
+        found = join_some((f"{count} of {dim}" for dim, count in sorted(sizes.items())), limit=8)
+        raise UserError(
+            f"latents of one dimension in {source}",
+            found,
+            "keep latents of one encoder in one folder",
+        )
+    counts["drop_latent_of_another_dimension"] += sizes.total() - most
+    for split, part in usable.items():
+        usable[split] = [sample for sample in part if sample.dim == dim]
+    return dim
 
 
 def _choose(
-    texts: dict[str, dict[int, tuple[str, np.ndarray]]], options: PackOptions, counts: Counter
-) -> dict[str, list[tuple[str, int]]]:
-    """Map each split to the (original split, position) of its samples; validation never shares a
-    text with train.
-    """
-    positions = {split: np.array(list(part), np.int64) for split, part in texts.items()}
+    usable: dict[str, list[_Usable]], options: PackOptions, counts: Counter
+) -> dict[str, list[_Usable]]:
+    """Return the samples of both splits; validation never shares a text with train."""
     hashes = {
-        split: np.array([content_hash(text) for text, _ in part.values()], np.uint64)
-        for split, part in texts.items()
+        split: np.array([content_hash(sample.text) for sample in part], np.uint64)
+        for split, part in usable.items()
     }
-    for split in texts:
-        keep = np.arange(len(positions[split]))
+    chosen = {}
+    for split, part in usable.items():
+        rows = np.arange(len(part))
         if not options.keep_duplicates:
-            keep = select.first_occurrences(hashes[split])
-        counts["drop_duplicate"] += len(positions[split]) - len(keep)
-        if split == "train" and "validation" in texts:
-            is_new = ~np.isin(hashes["train"][keep], hashes["validation"])
+            rows = select.first_occurrences(hashes[split])
+        counts["drop_duplicate"] += len(part) - len(rows)
+        if split == "train" and "validation" in usable:
+            is_new = ~np.isin(hashes["train"][rows], hashes["validation"])
             counts["drop_in_validation"] += int((~is_new).sum())
-            keep = keep[is_new]
-        positions[split], hashes[split] = positions[split][keep], hashes[split][keep]
-    if "validation" in texts:
-        return {
-            split: [(split, int(position)) for position in positions[split]] for split in SPLITS
-        }
-    keys = select.split_keys(hashes["train"], options.seed)
-    num_validation = min(select.num_validation(len(keys), options.validation_samples), len(keys))
-    inside = (
-        keys <= np.sort(keys)[num_validation - 1] if num_validation else np.zeros(0, dtype=bool)
-    )
+            rows = rows[is_new]
+        chosen[split] = rows
+    if "validation" not in chosen:
+        rows = chosen["train"]
+        inside = select.in_validation(
+            hashes["train"][rows], options.validation_samples, options.seed
+        )
+        chosen = {"train": rows[~inside], "validation": rows[inside]}
     return {
-        "train": [("train", int(position)) for position in positions["train"][~inside]],
-        "validation": [("train", int(position)) for position in positions["train"][inside]],
+        split: [usable.get(split, usable["train"])[row] for row in chosen[split].tolist()]
+        for split in SPLITS
     }
 
 
-def _read_text(path: Path) -> str:
-    with open_regular(path) as file:
-        raw = file.read(MAX_TEXT_BYTES + 1)
-    if len(raw) > MAX_TEXT_BYTES:
-        raise ValueError(f"{path}: more than {MAX_TEXT_BYTES} bytes")
-    return raw.decode("utf-8")
+def _blocks(samples: list[_Usable], latent_shape: tuple[int, ...]) -> Iterator[Block]:
+    for start in range(0, len(samples), _BLOCK):
+        block = samples[start : start + _BLOCK]
+        vectors = [one.sample.read_latent().reshape(latent_shape) for one in block]
+        latents = np.stack(vectors).astype(np.float32)
+        yield Block([one.text for one in block], [one.ids for one in block], latents)
 
 
 def _read_manifest(source: Path) -> dict[str, Any]:

@@ -43,14 +43,14 @@ def normalize(text: str) -> str:
     return folded or text.strip()
 
 
-def content_hash(text: str, salt: str = "") -> int:
-    """Return a 64-bit hash of `normalize(text)` and `salt`, so that equal texts fall into one
-    split.
-    """
-    digest = hashlib.blake2b(
-        normalize(text).encode("utf-8", "surrogatepass"), digest_size=8, key=salt.encode()[:64]
-    )
-    return int.from_bytes(digest.digest(), "big")
+def content_hash(text: str) -> int:
+    """Return a 64-bit hash of `normalize(text)`, so that equal texts fall into one split."""
+    return hash64(normalize(text).encode("utf-8", "surrogatepass"))
+
+
+def hash64(content: bytes) -> int:
+    """Return a 64-bit hash (BLAKE2)."""
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
 _SENTENCE_END = re.compile(r"""[.!?]+["')\]\u201d\u2019]*\s+(?=["'(\[\u201c\u2018]*[A-Z0-9])""")

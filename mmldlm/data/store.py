@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ import numpy as np
 from mmldlm.data.arrays import map_array
 from mmldlm.data.encoders.model_files import read_tokenizer
 from mmldlm.data.lengths import Lengths
-from mmldlm.data.manifest import MANIFEST, find_problems, find_store_hint, rebuild_hint
+from mmldlm.data.manifest import MANIFEST, find_manifest_problems, find_store_hint, rebuild_hint
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.formatting import join_some
@@ -108,7 +109,7 @@ def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
             f"version {manifest.get('version')!r}",
             f"use the mmldlm that wrote it; else {rebuild_hint(root, manifest)}",
         )
-    if problems := find_problems(manifest):
+    if problems := find_manifest_problems(manifest):
         raise UserError(expected, f"{MANIFEST}: {problems}", rebuild_hint(root, manifest))
     return manifest
 
@@ -240,7 +241,45 @@ def load_tokenizer(root: str | os.PathLike):
     return tokenizer
 
 
-class Store:
+class BaseStore(ABC):
+    """What one split of a store and of a mixture of stores have in common.
+
+    Attributes:
+        manifest: Manifest of the store; of images of several sizes that of the largest.
+    """
+
+    manifest: dict[str, Any]
+
+    @property
+    def kind(self) -> str:
+        """What the latents are of: `text` or `image`."""
+        return self.manifest.get("kind", "text")
+
+    @property
+    def num_codes(self) -> int | None:
+        """Number of codes Q, of which latents are ids; None: latents are values."""
+        return (self.manifest.get("image") or {}).get("codes")
+
+    @property
+    def latent_dim(self) -> int:
+        """Number of components D of a latent."""
+        return self.manifest["latent_dim"]
+
+    @property
+    def latents_per_text(self) -> int:
+        """Number of latents K per sample."""
+        return self.manifest.get("latents_per_text", 1)
+
+    @abstractmethod
+    def text(self, index: int) -> str:
+        """Return the text of one sample."""
+
+    def texts(self, indices: Sequence[int]) -> list[str]:
+        """Return the texts of several samples."""
+        return [self.text(int(index)) for index in indices]
+
+
+class Store(BaseStore):
     """One split of a packed store, cheap to open, to pickle (by path) and to index.
 
     Args:
@@ -285,11 +324,10 @@ class Store:
         rows = (num, *latent_shape(self.manifest))
         ends = (int(self.text_offsets[-1]), int(self.token_offsets[-1]))
         if shapes != (num, num, *rows) or ends != (len(self._text), len(self.token_ids)):
-            raise UserError(
+            raise self._damaged(
                 f"{num} samples of {self.latents_per_text} x latent_dim {self.latent_dim} in"
                 f" {self.root / split} (as in its manifest)",
                 f"text, token and latent arrays of shapes {shapes}, ending at {ends}",
-                rebuild_hint(self.root, self.manifest),
             )
         self._max_tokens = max_tokens
         self.lengths = Lengths([self._stored_lengths()], max_tokens)
@@ -297,30 +335,29 @@ class Store:
         self._check_constant_dimensions()
 
     def _map(self, name: str) -> np.ndarray:
+        allowed = _DTYPES[name]
+        if name == "latents" and self.kind == "image":
+            allowed = _IMAGE_LATENTS if self.num_codes is None else _CODE_LATENTS
+        return self._map_file(name, allowed, f"{name} of type {' or '.join(allowed)}")
+
+    def _map_file(self, name: str, dtypes: Sequence[str], what: str) -> np.ndarray:
         path = self.root / self.split / f"{name}.npy"
         try:
             array = map_array(path)
         except (OSError, ValueError) as error:
-            raise UserError(
-                f"an array in {path}", str(error), rebuild_hint(self.root, self.manifest)
-            ) from None
-        allowed = _DTYPES[name]
-        if name == "latents" and self.kind == "image":
-            allowed = _IMAGE_LATENTS if self.num_codes is None else _CODE_LATENTS
-        if array.dtype not in allowed:
-            found = f"{array.dtype} in {path}"
-            raise UserError(
-                f"{name} of type {' or '.join(allowed)}",
-                found,
-                rebuild_hint(self.root, self.manifest),
-            )
+            raise self._damaged(f"{what} in {path}", str(error)) from None
+        if array.dtype not in dtypes:
+            raise self._damaged(f"{what} in {path}", f"{array.dtype} {list(array.shape)}")
         return array
+
+    def _damaged(self, expected: str, found: str) -> UserError:
+        return UserError(expected, found, rebuild_hint(self.root, self.manifest))
 
     def _stored_lengths(self) -> np.ndarray:
         """Return the mapped lengths.npy, uint16 [N]; of a store without one those that its offsets
         give, int32 [N].
         """
-        stored = self._numbers_of_samples("lengths", np.uint16)
+        stored = self._numbers_of_samples("lengths", "uint16")
         return self._lengths_by_offsets() if stored is None else stored
 
     def _lengths_by_offsets(self) -> np.ndarray:
@@ -333,10 +370,9 @@ class Store:
                 offsets = np.fromfile(file, np.int64, min(_LENGTHS_BLOCK, num - start))
                 part = np.diff(offsets, prepend=last)
                 if part.min() < 0 or part.max() > np.iinfo(np.int32).max:
-                    raise UserError(
+                    raise self._damaged(
                         f"ascending offsets in {path}",
                         f"{part.min()} tokens in row {start + int(part.argmin())}",
-                        rebuild_hint(self.root, self.manifest),
                     )
                 lengths[start : start + len(part)] = part
                 last = int(offsets[-1])
@@ -359,10 +395,9 @@ class Store:
         varies = np.ptp(rows, axis=0) > 1e-3 * np.maximum(1, np.abs(rows).max(0))
         if varies.any():
             at = int(constant[varies.argmax()])
-            raise UserError(
+            raise self._damaged(
                 f"the deviation of the training latents in latent_stats of {self.root / MANIFEST}",
                 f"std[{at}] is 0, and the latents differ in that dimension",
-                rebuild_hint(self.root, self.manifest),
             )
 
     def __len__(self) -> int:
@@ -386,45 +421,20 @@ class Store:
         """
         return self._numbers_of_samples("groups")
 
-    def _numbers_of_samples(self, name: str, dtype: type = np.int64) -> np.ndarray | None:
+    def _numbers_of_samples(self, name: str, dtype: str = "int64") -> np.ndarray | None:
         """Return an optional array with one number per sample.
 
         Raises:
             UserError: another type or shape, or a damaged file.
         """
-        path = self.root / self.split / f"{name}.npy"
-        if not path.is_file():
+        if not (self.root / self.split / f"{name}.npy").is_file():
             return None
         num = len(self.token_offsets) - 1
-        expected = f"{np.dtype(dtype)} [{num}], one number per sample, in {path}"
-        hint = rebuild_hint(self.root, self.manifest)
-        try:
-            array = map_array(path)
-        except (OSError, ValueError) as error:
-            raise UserError(expected, str(error), hint) from None
-        if array.dtype != dtype or array.shape != (num,):
-            raise UserError(expected, f"{array.dtype} {list(array.shape)}", hint)
+        what = f"{name}.npy of {dtype} [{num}], one number per sample,"
+        array = self._map_file(name, (dtype,), what)
+        if array.shape != (num,):
+            raise self._damaged(f"{what} in {self.root / self.split}", str(list(array.shape)))
         return array
-
-    @property
-    def kind(self) -> str:
-        """What the latents are of: `text` or `image`."""
-        return self.manifest.get("kind", "text")
-
-    @property
-    def num_codes(self) -> int | None:
-        """Number of codes Q, of which latents are ids; None: latents are values."""
-        return (self.manifest.get("image") or {}).get("codes")
-
-    @property
-    def latent_dim(self) -> int:
-        """Number of components D of a latent."""
-        return self.manifest["latent_dim"]
-
-    @property
-    def latents_per_text(self) -> int:
-        """Number of latents K per sample."""
-        return self.manifest.get("latents_per_text", 1)
 
     @property
     def latent_mean(self) -> np.ndarray:
@@ -454,10 +464,9 @@ class Store:
             lengths = np.minimum(lengths, self._max_tokens)
         if (wrong := lengths != self.lengths[rows]).any():
             at = int(wrong.argmax())
-            raise UserError(
+            raise self._damaged(
                 f"offsets in {self.root / self.split} that agree with its lengths.npy",
                 f"{lengths[at]} tokens in row {rows[at]}, {self.lengths[rows[at]]} in lengths.npy",
-                rebuild_hint(self.root, self.manifest),
             )
         ends = np.cumsum(lengths)
         # Gather all tokens of the batch at once: position in the batch -> position in the file.
@@ -510,12 +519,8 @@ class Store:
                 raise ValueError(f"bytes {start} to {end} of {len(self._text)}")
             return self._text[start:end].tobytes().decode("utf-8")
         except ValueError as error:
-            where, hint = self.root / self.split, rebuild_hint(self.root, self.manifest)
-            raise UserError(f"UTF-8 in text {index} of {where}", str(error)[:200], hint) from None
-
-    def texts(self, indices: Sequence[int]) -> list[str]:
-        """Return the texts of several samples."""
-        return [self.text(int(index)) for index in indices]
+            expected = f"UTF-8 in text {index} of {self.root / self.split}"
+            raise self._damaged(expected, str(error)[:200]) from None
 
 
 def as_float32(latents: np.ndarray) -> np.ndarray:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,28 @@ LAYOUTS = ("store", "files")
 FILES_FORMAT = "mmldlm-files"
 # Most pixels of a side of an image; most latents of a sample, and most values of one.
 MAX_IMAGE_SIZE, MAX_LATENTS, MAX_LATENT_DIM = 1 << 14, 1 << 20, 1 << 20
-# Rows in the covariance: its cost grows with D^2, and more rows do not change its spectrum.
+# Most rows in the covariance, about: its cost grows with D^2, and more do not change its spectrum.
 COVARIANCE_ROWS = 262_144
+
+
+@dataclass
+class Block:
+    """Consecutive samples of a split, ready to be written.
+
+    Attributes:
+        texts, tokens: B texts and their token ids.
+        latents: [B, D] or [B, K, D] in the dtype of the store.
+        documents: [B] rows of their texts in the corpus; None for images.
+        groups: [B] groups of images; None for texts.
+        num_cut: Number of texts that are longer than the encoder reads.
+    """
+
+    texts: Sequence[str]
+    tokens: Sequence[np.ndarray]
+    latents: np.ndarray
+    documents: np.ndarray | None = None
+    groups: np.ndarray | None = None
+    num_cut: int = 0
 
 
 class StoreSplit:
@@ -50,19 +71,21 @@ class StoreSplit:
     ):
         folder = root / split
         folder.mkdir(parents=True)
-        self.vocab_size = vocab_size
-        token_dtype = np.uint16 if vocab_size <= 2**16 else np.int32
-        self._text = NpyWriter(folder / "text.npy", np.uint8)
-        self._tokens = NpyWriter(folder / "tokens.npy", token_dtype)
-        self._text_offsets = NpyWriter(folder / "text_offsets.npy", np.int64)
-        self._token_offsets = NpyWriter(folder / "token_offsets.npy", np.int64)
-        self._lengths: NpyWriter | None = NpyWriter(folder / "lengths.npy", np.uint16)
-        self._latents = NpyWriter(folder / "latents.npy", latent_dtype, latent_shape)
-        self._documents = NpyWriter(folder / "documents.npy", np.int64) if with_documents else None
-        self._groups = NpyWriter(folder / "groups.npy", np.int64) if with_groups else None
-        for offsets in (self._text_offsets, self._token_offsets):
-            offsets.append(np.zeros(1, np.int64))
-        self._ends = [0, 0]
+        self._vocab_size = vocab_size
+        dtypes = {
+            "text": np.uint8,
+            "text_offsets": np.int64,
+            "tokens": np.uint16 if vocab_size <= 2**16 else np.int32,
+            "token_offsets": np.int64,
+            "lengths": np.uint16,
+        }
+        dtypes |= {"documents": np.int64} if with_documents else {}
+        dtypes |= {"groups": np.int64} if with_groups else {}
+        self._arrays = {name: NpyWriter(folder / f"{name}.npy", dtypes[name]) for name in dtypes}
+        self._arrays["latents"] = NpyWriter(folder / "latents.npy", latent_dtype, latent_shape)
+        self._ends = {"text_offsets": 0, "token_offsets": 0}
+        for name in self._ends:
+            self._arrays[name].append(np.zeros(1, np.int64))
         self.summary = {"num_samples": 0, "num_tokens": 0, "max_tokens": 0}
 
     def add(
@@ -73,52 +96,45 @@ class StoreSplit:
         documents: np.ndarray | None = None,
         groups: np.ndarray | None = None,
     ) -> None:
-        """Append samples: their texts, token ids, latents, documents, and groups."""
+        """Append samples; the arguments are the fields of `Block`."""
+        arrays = self._arrays
         assert len(texts) == len(tokens) == len(latents)
-        assert self._latents.dtype != np.uint8 or latents.dtype == np.uint8, (
+        assert arrays["latents"].dtype != np.uint8 or latents.dtype == np.uint8, (
             "values are not scaled on writing"
         )
         if not len(texts):
             return
-        raw = [text.encode("utf-8") for text in texts]
-        flat = np.concatenate(tokens)
-        assert len(flat) == 0 or (0 <= flat.min() and flat.max() < self.vocab_size)
+        raw, flat = [text.encode("utf-8") for text in texts], np.concatenate(tokens)
+        assert len(flat) == 0 or (0 <= flat.min() and flat.max() < self._vocab_size)
         lengths = [len(ids) for ids in tokens]
-        columns = (
-            (self._text_offsets, [len(text) for text in raw]),
-            (self._token_offsets, lengths),
-        )
-        for i, (writer, sizes) in enumerate(columns):
-            ends = self._ends[i] + np.cumsum(sizes, dtype=np.int64)
-            writer.append(ends)
-            self._ends[i] = int(ends[-1])
-        self._add_lengths(lengths)
-        self._text.append(np.frombuffer(b"".join(raw), dtype=np.uint8))
-        self._tokens.append(flat)
-        self._latents.append(latents)
-        if self._documents is not None:
-            self._documents.append(documents)
-        if self._groups is not None:
-            self._groups.append(groups)
+        self._append_ends("text_offsets", [len(text) for text in raw])
+        self._append_ends("token_offsets", lengths)
+        if max(lengths) > np.iinfo(np.uint16).max and "lengths" in arrays:
+            # Such a store is read by its offsets.
+            writer = arrays.pop("lengths")
+            writer.close()
+            writer.path.unlink()
+        if "lengths" in arrays:
+            arrays["lengths"].append(np.array(lengths))
+        arrays["text"].append(np.frombuffer(b"".join(raw), dtype=np.uint8))
+        arrays["tokens"].append(flat)
+        arrays["latents"].append(latents)
+        for name, column in (("documents", documents), ("groups", groups)):
+            if name in arrays:
+                arrays[name].append(column)
         self.summary["num_samples"] += len(texts)
         self.summary["num_tokens"] += sum(lengths)
         self.summary["max_tokens"] = max(self.summary["max_tokens"], *lengths)
 
-    def _add_lengths(self, lengths: Sequence[int]) -> None:
-        if self._lengths is not None and max(lengths) <= np.iinfo(np.uint16).max:
-            self._lengths.append(np.array(lengths))
-        elif self._lengths is not None:
-            # Such a store is read by its offsets.
-            self._lengths.close()
-            self._lengths.path.unlink()
-            self._lengths = None
+    def _append_ends(self, name: str, sizes: Sequence[int]) -> None:
+        ends = self._ends[name] + np.cumsum(sizes, dtype=np.int64)
+        self._arrays[name].append(ends)
+        self._ends[name] = int(ends[-1])
 
     def close(self) -> dict[str, int]:
         """Finish the files; return the split's summary for the manifest."""
-        arrays = (self._text, self._tokens, self._text_offsets, self._token_offsets, self._latents)
-        for writer in (*arrays, self._lengths, self._documents, self._groups):
-            if writer is not None:
-                writer.close()
+        for writer in self._arrays.values():
+            writer.close()
         return self.summary
 
 
@@ -144,11 +160,11 @@ class FilesSplit:
         texts: Sequence[str],
         tokens: Sequence[np.ndarray],
         latents: np.ndarray,
-        documents: np.ndarray | None = None,
-        groups: np.ndarray | None = None,
+        documents: np.ndarray,
+        groups: None = None,
     ) -> None:
-        """Write samples, two files each; this layout has no groups."""
-        for position, (text, ids, latent) in enumerate(zip(texts, tokens, latents, strict=True)):
+        """Write samples of texts, two files each."""
+        for text, ids, latent, document in zip(texts, tokens, latents, documents, strict=True):
             index = self.summary["num_samples"]
             name = f"{self.split}_{index:09d}"
             record = {
@@ -156,7 +172,7 @@ class FilesSplit:
                 "text_path": f"texts/{self.split}/{name}.txt",
                 "latent_path": f"latents/{self.split}/{name}.npy",
                 "dataset": self.dataset,
-                "doc_id": int(documents[position]) if documents is not None else index,
+                "doc_id": int(document),
                 "model": self.model,
                 "embedding_dim": latent.shape[-1],
             }
@@ -182,17 +198,14 @@ class LatentStatistics:
 
     Args:
         latent_dim: Number of components D.
-        num_expected: Number of rows to come; above `covariance_rows` the effective rank uses every
+        num_expected: Number of rows to come; above COVARIANCE_ROWS the effective rank uses every
             n-th block only.
-        covariance_rows: Approximate largest number of rows in the covariance.
 
     Raises:
         UserError: no memory for [D, D] numbers.
     """
 
-    def __init__(
-        self, latent_dim: int, num_expected: int = 0, covariance_rows: int = COVARIANCE_ROWS
-    ):
+    def __init__(self, latent_dim: int, num_expected: int = 0):
         # Products, their covariance and what its eigenvalues are computed in.
         require_memory(
             4 * 8 * latent_dim**2,
@@ -203,7 +216,7 @@ class LatentStatistics:
         self._products = np.zeros((latent_dim, latent_dim))
         self._product_sum = np.zeros(latent_dim)
         self._num_products = 0
-        self._stride = -(-num_expected // covariance_rows) if num_expected > covariance_rows else 1
+        self._stride = max(1, -(-num_expected // COVARIANCE_ROWS))
         self._num_blocks = 0
         self._norms = [np.inf, 0.0, 0.0]
 

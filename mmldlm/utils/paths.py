@@ -43,6 +43,13 @@ def output_root(path: str | os.PathLike) -> Path:
     return Path(os.path.realpath(path))
 
 
+def without_folders(name: str) -> str:
+    """Return the last part of a path that exists, as the folders of this machine mean nothing
+    elsewhere; any other name as it is.
+    """
+    return Path(name).resolve().name if Path(name).exists() else name
+
+
 def check_writable_dir(path: str | os.PathLike, option: str) -> Path:
     """Check, with a temporary file, that a folder can be created and written to; leave nothing
     behind.

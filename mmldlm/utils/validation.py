@@ -23,6 +23,17 @@ def describe_problems(error: ValidationError, name: str = "", limit: int = 3) ->
     return join_some(problems, limit, separator="; ")
 
 
+def find_problems(model: type[BaseModel], value: object, name: str = "") -> str | None:
+    """Describe the problems of a value that should be one of a model, by strict types; None for a
+    valid one. Keys that the model does not know are ignored.
+    """
+    try:
+        model.model_validate(value, strict=True)
+    except ValidationError as error:
+        return describe_problems(error, name)
+    return None
+
+
 def not_none(value: T | None) -> T:
     """Return a value whose type allows None where the caller knows that it is set."""
     assert value is not None

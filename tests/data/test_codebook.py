@@ -10,8 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from mmldlm.data import CODEBOOK
 from mmldlm.data.codebook import (
-    CODEBOOK,
     Codebook,
     CodeStatistics,
     check_ids,

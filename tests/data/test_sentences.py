@@ -42,7 +42,6 @@ def test_content_folds_case_space_punctuation_and_nothing_else():
     # itself.
     different = ["\u0915\u093e", "\u0915\u0940", "a 1", "a 2", "a", "a + b", "a b", "...", "!!!"]
     assert len({normalize(text) for text in different}) == len(different)
-    assert content_hash("a", "x") != content_hash("a", "y")
 
 
 def _plain(text):

@@ -25,7 +25,7 @@ from mmldlm.checkpoints.formats.safetensors import SafetensorsModel
 from mmldlm.checkpoints.formats.selection import NoWeights
 from mmldlm.checkpoints.formats.weight_source import ReadOptions
 from mmldlm.checkpoints.manifest import DCP_METADATA
-from mmldlm.data.encoders.modules_file import MODULES, read_modules
+from mmldlm.data.encoders.sentence_transformer import MODULES, read_modules
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import kind_of_file, open_regular

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import hashlib
 import importlib.metadata
 import os
@@ -81,46 +80,42 @@ def read_docstrings(counts: Counter) -> Iterator[str]:
     """Yield the English sentences of all docstrings, without near-repeats; count the others by
     reason.
     """
-    seen_keys: set[bytes] = set()
     seen: set[str] = set()
+    seen_keys: set[bytes] = set()
+    for sentence in _sentences(counts):
+        counts["read"] += 1
+        reason = "repeated" if sentence in seen else reject_reason(sentence)
+        seen.add(sentence)
+        if reason is None:
+            key = hashlib.blake2b(skeleton(sentence).encode(), digest_size=12).digest()
+            if key not in seen_keys:
+                seen_keys.add(key)
+                yield sentence
+                continue
+            reason = "near_repeat"
+        counts[f"drop_{reason}"] += 1
+
+
+def _sentences(counts: Counter) -> Iterator[str]:
+    """Yield the sentences of all docstrings; count the files."""
     for path in source_files():
         counts["files"] += 1
         try:
             source = read_bytes(path)
+            has_docs = b'"""' in source or b"'''" in source
+            docs = docstrings_of(source) if has_docs else []
         except OSError:
-            counts["files_unreadable"] += 1
-            continue
-        if b'"""' not in source and b"'''" not in source:
-            continue
-        docs = docstrings_of(source)
+            docs = None
         if docs is None:
             counts["files_unreadable"] += 1
             continue
         for doc in docs:
             for paragraph in prose_paragraphs(doc):
-                for sentence in split_sentences(paragraph):
-                    counts["read"] += 1
-                    if sentence in seen:
-                        counts["drop_repeated"] += 1
-                        continue
-                    seen.add(sentence)
-                    reason = reject_reason(sentence)
-                    if reason is None:
-                        key = hashlib.blake2b(skeleton(sentence).encode(), digest_size=12).digest()
-                        if key not in seen_keys:
-                            seen_keys.add(key)
-                            yield sentence
-                            continue
-                        reason = "near_repeat"
-                    counts[f"drop_{reason}"] += 1
+                yield from split_sentences(paragraph)
 
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
-
 _DOCUMENTED = (ast.Module, ast.ClassDef, *_FUNCTIONS)
-
-
 _WITH_BODY = (ast.ClassDef, *_FUNCTIONS, ast.If, ast.Try, ast.With)
 
 
@@ -128,9 +123,6 @@ def docstrings_of(source: bytes) -> list[str] | None:
     """Return all docstrings of a Python source in order, without running it; None if it does not
     parse.
     """
-    # The trees are large and without cycles, so garbage collection would only cost time.
-    collecting = gc.isenabled()
-    gc.disable()
     try:
         with warnings.catch_warnings():
             # Sources of other people have invalid escapes.
@@ -138,9 +130,6 @@ def docstrings_of(source: bytes) -> list[str] | None:
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    finally:
-        if collecting:
-            gc.enable()
     docs, todo = [], [tree]
     while todo:
         node = todo.pop()
@@ -189,6 +178,12 @@ class _ProseReader:
         if self._current:
             self.paragraphs.append(" ".join(self._current))
             self._current.clear()
+
+    def _begin(self, line: str, indent: int, is_hanging: bool) -> None:
+        """Begin a paragraph with a line."""
+        self.finish()
+        self._current.append(line)
+        self._indent, self._is_hanging = indent, is_hanging
 
     def add(self, raw: str, below: str) -> None:
         """Read one line; `below` is the stripped next line."""
@@ -245,39 +240,28 @@ class _ProseReader:
         if field or _OTHER_FIELD.match(line):
             self.finish()
             if field and field.group(2):
-                self._current.append(field.group(2))
-                self._indent, self._is_hanging = indent, True
+                self._begin(field.group(2), indent, is_hanging=True)
             return True
         return False
 
     def _add_prose(self, line: str, indent: int) -> None:
         is_outward = not self._current or indent <= self._indent
-        if is_outward and (
-            _NAME_ALONE.match(line) or (len(line) < 100 and _NUMPY_NAME.match(line))
-        ):
-            self.finish()
-            return
-        if _TABLE.search(line):
+        is_name = _NAME_ALONE.match(line) or (len(line) < 100 and _NUMPY_NAME.match(line))
+        if (is_outward and is_name) or _TABLE.search(line):
             self.finish()
             return
         lead = (_ARG_LEAD.match(line) or _BULLET.match(line)) if is_outward else None
+        # A hanging paragraph continues with deeper lines, others with lines as deep as the first.
+        continues = indent > self._indent if self._is_hanging else indent == self._indent
         if lead:
-            self.finish()
             line = line[lead.end() :]
             inner = _ARG_LEAD.match(line)
             line = line[inner.end() :] if inner else line
-            self._indent, self._is_hanging = indent, True
-        elif self._current and (
-            indent < self._indent or (indent > self._indent and not self._is_hanging)
-        ):
-            self.finish()
-            self._indent, self._is_hanging = indent, False
-        elif not self._current:
-            self._indent, self._is_hanging = indent, False
-        elif self._is_hanging and indent <= self._indent:
-            self.finish()
-            self._indent, self._is_hanging = indent, False
-        self._current.append(line)
+            self._begin(line, indent, is_hanging=True)
+        elif self._current and continues:
+            self._current.append(line)
+        else:
+            self._begin(line, indent, is_hanging=False)
         if line.endswith("::"):
             self.finish()
             self._skip_deeper_than = indent
@@ -314,30 +298,16 @@ _STOP_WORDS = frozenset(
     " were has have which when you we its their these no all any at but does do should may must"
     " they there he she his her i".split()
 )
-
-
 _WORD = re.compile(r"^[A-Za-z]+(?:['\u2019-][A-Za-z]+)*$")
-
-
 _CAMEL = re.compile(r"[a-z][A-Z]|[A-Z]{2,}[a-z]{2,}")
-
-
 _FORBIDDEN = re.compile(
     r"https?://|www\.|[{}$\\<>|^~`@\[\]*%&#]|==|->|::|\w=|=\w|;;|\.\.|/\w+/|__|--| ="
     r" |\w\(|\?\?|TODO|FIXME|XXX"
 )
-
-
 # Gaps left by removed citations and links: "as shown in, and ..." or "... is taken from."
 _GAP = re.compile(r"\b(?:in|see|from|by|of|the|non),|\b(?:the|an?|of|non)[.!?]$")
-
-
 _NOT_LETTERS = re.compile(r"[^A-Za-z ]+")
-
-
 _IDENTIFIER = re.compile(r"_|[A-Za-z]\.[A-Za-z]{2}|\w/\w|\d.*[A-Za-z]|[A-Za-z].*\d")
-
-
 _EDGE = "\"'()\u201c\u201d\u2018\u2019,.;:!?"
 
 

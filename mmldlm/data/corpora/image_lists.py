@@ -22,8 +22,9 @@ from mmldlm.data.corpora.tables import TABLES, read_records
 from mmldlm.data.corpora.text_files import IMAGE_SUFFIXES, KINDS, FileUnit, image_of, kind_of
 from mmldlm.data.sentences import fold_spaces
 from mmldlm.errors import UserError
-from mmldlm.utils.formatting import describe_os_error, is_utf8
-from mmldlm.utils.input_files import LeftOut, read_bytes, walk_files
+from mmldlm.utils.formatting import is_utf8
+from mmldlm.utils.input_files import LeftOut, walk_files
+from mmldlm.utils.json_files import read_json_value
 
 GLYPHS, EMOJI = "glyphs", "emoji"
 _OF_TEXTS = (*KINDS, ".gz", ".zst")
@@ -150,11 +151,18 @@ def lists_images(path: Path) -> bool:
     if kind in TABLES:
         records = read_records(path)
     elif kind == "jsonl":
-        unit = FileUnit(path, "jsonl", 0, None, errors="surrogateescape")
-        records = (record for _, record in unit.records(Counter(), keep_bad=True))
+        records = _json_lines(path, Counter())
     else:
         return False
     return any(image_of(record) is not None for record in islice(records, _SNIFFED))
+
+
+def _json_lines(path: Path, counts: Counter) -> Iterator[Any]:
+    """Yield the value of every line of a .jsonl; None for a line that is not JSON, if it is not
+    the first.
+    """
+    unit = FileUnit(path, "jsonl", 0, None, errors="surrogateescape")
+    return (record for _, record in unit.records(counts, keep_bad=True))
 
 
 def list_jsonl(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
@@ -166,11 +174,8 @@ def list_jsonl(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
     Raises:
         UserError: it is not readable, or its first line is not JSON.
     """
-    unit, overlong = FileUnit(path, "jsonl", 0, None, errors="surrogateescape"), Counter()
-    records = unit.records(overlong, keep_bad=True)
-    samples = [sample for _, record in records for sample in samples_of(record, root, counts)]
-    counts.update(overlong)
-    return samples
+    records = _json_lines(path, counts)
+    return [sample for record in records for sample in samples_of(record, root, counts)]
 
 
 def list_table(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
@@ -189,14 +194,7 @@ def list_json(path: Path, root: Path, counts: Counter) -> list[ImageSample]:
     Raises:
         UserError: not JSON, or of another form.
     """
-    try:
-        content = json.loads(read_bytes(path, 1 << 34))
-    except OSError as error:
-        raise UserError(f"a readable {path}", describe_os_error(error), "check the file") from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"JSON in {path}", f"damaged file: {str(error)[:200]}", "copy the file again"
-        ) from None
+    content = read_json_value(path, "check the file, or copy it again", 1 << 34)
     if isinstance(content, list):
         records: Iterator[Any] = iter(content)
     elif isinstance(content, dict) and all(
@@ -261,11 +259,7 @@ def _name(image: str, root: Path) -> str:
     """Return the name of an image in the manifest: relative, because paths of this machine mean
     nothing elsewhere.
     """
-    path = PurePosixPath(image)
+    path, root = PurePosixPath(image), root.resolve()
     if not path.is_absolute():
         return image
-    return (
-        path.relative_to(root.resolve()).as_posix()
-        if path.is_relative_to(root.resolve())
-        else path.name
-    )
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,6 +18,7 @@ import numpy as np
 from mmldlm.data.corpora.text_files import (
     EXTRA,
     IMAGE_FIELDS,
+    ReadUnit,
     clean,
     kind_of,
     not_utf8,
@@ -143,10 +145,8 @@ def column_reader(path: Path, text_field: str) -> Callable[[Counter], Iterator[s
     return read
 
 
-def parquet_units(
-    path: Path, text_field: str | None
-) -> list[tuple[str, Callable[[Counter], Iterator[str]]]]:
-    """Return the (name, reader) of every row group of a parquet file.
+def parquet_units(path: Path, text_field: str | None) -> list[ReadUnit]:
+    """Return a unit for every row group of a parquet file.
 
     Args:
         text_field: Column of texts (default: `text`, of a file without a column of images).
@@ -160,18 +160,14 @@ def parquet_units(
     names = schema.names
     images = image_column(names, [_holds_files(column.type, arrow) for column in schema])
     if text_field is None and images is not None:
-        raise UserError(
-            f"a corpus of texts in {path}",
-            f"a column '{images}' of images",
-            "name the column of its captions with --text-field to prepare them as texts; for"
-            " images write them to files, with a .jsonl of {image, caption}",
-        )
+        raise found_images(f"a corpus of texts in {path}", "column", images)
     text_field = text_field or "text"
     kind = schema.field(text_field).type if text_field in names else None
     if kind is not None and arrow.types.is_dictionary(kind):
         # Categories of pandas are dictionaries of strings.
         kind = kind.value_type
-    if kind is None or not any(test(kind) for test in _tests_of_strings(arrow)):
+    tests = ("is_string", "is_large_string", "is_string_view")
+    if kind is None or not any(getattr(arrow.types, test)(kind) for test in tests):
         raise UserError(
             f"a column '{text_field}' of strings in {path}",
             (
@@ -189,8 +185,7 @@ def parquet_units(
 
     size = path.stat().st_size
     return [
-        (f"{size}:{group}", lambda counts, group=group: read(group, counts))
-        for group in range(file.num_row_groups)
+        ReadUnit(f"{size}:{group}", partial(read, group)) for group in range(file.num_row_groups)
     ]
 
 
@@ -267,11 +262,6 @@ def _holds_vectors(kind: Any, arrow: Any) -> bool:
     return is_list and arrow.types.is_floating(kind.value_type)
 
 
-def _tests_of_strings(arrow: Any) -> list[Callable[[Any], bool]]:
-    names = ("is_string", "is_large_string", "is_string_view")
-    return [getattr(arrow.types, name) for name in names if hasattr(arrow.types, name)]
-
-
 def _holds_files(kind: Any, arrow: Any) -> bool:
     """Whether a column holds {bytes, path}, as datasets of images do."""
     return arrow.types.is_struct(kind) and {"bytes", "path"} <= {
@@ -288,4 +278,19 @@ def image_column(names: list[str], is_picture: list[bool]) -> str | None:
     """
     return next(
         (name for name, holds in zip(names, is_picture) if holds or name in IMAGE_FIELDS), None
+    )
+
+
+def found_images(expected: str, kind: str, name: str) -> UserError:
+    """Return the error for a table of images that was given as one of texts.
+
+    Args:
+        kind: `field` or `column`.
+        name: Name of the field or column of images.
+    """
+    return UserError(
+        expected,
+        f"a {kind} '{name}' of images",
+        f"name the {kind} of its captions with --text-field to prepare them as texts; for images"
+        " write them to files, with a .jsonl of {image, caption}",
     )

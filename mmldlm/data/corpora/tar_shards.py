@@ -137,14 +137,12 @@ def list_shards(
         records: dict[str, dict[str, tarfile.TarInfo]] = {}
         try:
             with open_regular(shard) as file:
-                for member in _members(file):
-                    _add(shard, member, records, counts, left_out)
-                for members in records.values():
-                    samples += _samples(shard, file, members, counts)
-        except _Damage as error:
-            unreadable[shard.name] = str(error)
-            counts["read"] += 1
-            with open_regular(shard) as file:
+                try:
+                    for member in _members(file):
+                        _add(shard, member, records, counts, left_out)
+                except _Damage as error:
+                    unreadable[shard.name] = str(error)
+                    counts["read"] += 1
                 for members in records.values():
                     samples += _samples(shard, file, members, counts)
         except OSError as error:
@@ -260,21 +258,17 @@ def _samples(
         counts["read"] += 1
         counts["drop_no_image" if image is None else "drop_no_caption"] += 1
         return
-    record = {"image": f"{shard.name}/{image.name}", **_caption(file, members[kind], kind, counts)}
-    if record.get("caption") is TOO_LARGE:
+    if members[kind].size > MAX_TEXT_BYTES:
         counts["read"] += 1
         counts[TOO_LARGE] += 1
         return
+    record = {"image": f"{shard.name}/{image.name}", **_caption(file, members[kind], kind)}
     for sample in samples_of(record, shard.parent, counts):
         yield replace(sample, path=shard, part=(image.offset_data, image.size))
 
 
-def _caption(
-    file: BinaryIO, member: tarfile.TarInfo, kind: str, counts: Counter
-) -> dict[str, Any]:
+def _caption(file: BinaryIO, member: tarfile.TarInfo, kind: str) -> dict[str, Any]:
     """Return the fields of a caption's file; none where it holds no text."""
-    if member.size > MAX_TEXT_BYTES:
-        return {"caption": TOO_LARGE}
     file.seek(member.offset_data)
     # Counted as not Unicode later.
     text = file.read(member.size).decode("utf-8-sig", errors="surrogateescape")

@@ -9,15 +9,29 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from mmldlm.data.corpora.docstrings import docstrings_source, read_docstrings
 from mmldlm.data.corpora.image_lists import lists_images
-from mmldlm.data.corpora.tables import TABLES, column_reader, image_column, parquet_units
-from mmldlm.data.corpora.text_files import NAMED_KINDS, FileUnit, clean, file_units, kind_of
+from mmldlm.data.corpora.tables import (
+    TABLES,
+    column_reader,
+    found_images,
+    image_column,
+    parquet_units,
+)
+from mmldlm.data.corpora.text_files import (
+    NAMED_KINDS,
+    FileUnit,
+    ReadUnit,
+    clean,
+    file_units,
+    kind_of,
+)
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, split_sentences
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import first_line
@@ -26,20 +40,6 @@ from mmldlm.utils.input_files import OTHER_KIND, LeftOut, walk_files
 DEFAULT_CORPUS = "docstrings"
 # Small files of a folder are read together, up to these bounds.
 _GROUP_BYTES, _GROUP_FILES = 32 << 20, 2048
-
-
-@dataclass(frozen=True)
-class ReadUnit:
-    """A part of a corpus that one rank reads.
-
-    Attributes:
-        name: Name that identifies the texts, as far as they are distinguishable without reading
-            them.
-        read: Function that yields the texts and updates the given counters.
-    """
-
-    name: str
-    read: Callable[[Counter], Iterator[str]]
 
 
 @dataclass
@@ -110,11 +110,7 @@ def _open(
     if path.is_dir():
         return _open_folder(path, text_field, whole_files)
     if whole_files:
-        raise UserError(
-            "a folder of .txt files, for --whole-files",
-            str(name),
-            "name a folder, or leave the flag out",
-        )
+        raise _no_whole_files(str(name))
     if str(name) == DEFAULT_CORPUS and not path.exists():
         source = docstrings_source()
         return Corpus(source, [ReadUnit(source, read_docstrings)])
@@ -137,16 +133,19 @@ def _open(
             files={path.name: path},
         )
     if not _looks_like_path(str(name)):
-        source, parts = open_dataset(str(name), text_field, max_documents)
+        source, units = open_dataset(str(name), text_field, max_documents)
         versions = {f"dataset {source}": version_of(str(name))}
-        return Corpus(
-            source, [ReadUnit(*part) for part in parts], has_documents=True, versions=versions
-        )
+        return Corpus(source, units, has_documents=True, versions=versions)
     raise UserError(
         f"a corpus at {path}: a file that ends in {NAMED_KINDS}, or a folder of such files",
         "nothing there",
         f"check the path, or leave it out to use the default corpus '{DEFAULT_CORPUS}'",
     )
+
+
+def _no_whole_files(found: str) -> UserError:
+    fix = "name a folder, or leave the flag out"
+    return UserError("a folder of .txt files, for --whole-files", found, fix)
 
 
 def _looks_like_path(name: str) -> bool:
@@ -180,42 +179,45 @@ def _open_folder(folder: Path, text_field: str | None, whole_files: bool) -> Cor
             found,
             "give the folder that holds the documents, or one of the files",
         )
-    source = f"folder:{folder.name}" if kinds == ["txt"] else f"{kinds[0]}:{folder.name}"
+    (kind,) = kinds
     named = {path.relative_to(folder).as_posix(): path for path in files}
-    common = {
-        "files": {f"{folder.name}/{name}": path for name, path in named.items()},
-        "left_out": left_out,
-    }
-    if kinds != ["txt"]:
-        if whole_files:
-            raise UserError(
-                "a folder of .txt files, for --whole-files",
-                f"{kinds[0]} in {folder}",
-                "leave the flag out",
-            )
+    if kind == "txt":
+        units = _document_units(named, whole_files)
+    elif whole_files:
+        raise _no_whole_files(f"{kind} in {folder}")
+    else:
         units = [
             unit
             for name, path in named.items()
-            for unit in _units_of(path, name, kinds[0], text_field)
+            for unit in _units_of(path, name, kind, text_field)
         ]
-        return Corpus(source, units, **common)
-    groups: list[list[Path]] = [[]]
-    size = 0
-    for path in files:
-        if groups[-1] and (size >= _GROUP_BYTES or len(groups[-1]) >= _GROUP_FILES):
+    return Corpus(
+        f"{'folder' if kind == 'txt' else kind}:{folder.name}",
+        units,
+        has_documents=whole_files,
+        files={f"{folder.name}/{name}": path for name, path in named.items()},
+        left_out=left_out,
+    )
+
+
+def _document_units(files: dict[str, Path], whole_files: bool) -> list[ReadUnit]:
+    """Return the units of a folder of .txt files, each of several files."""
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    groups: list[list[str]] = [[]]
+    total = 0
+    for name, size in sizes.items():
+        if groups[-1] and (total >= _GROUP_BYTES or len(groups[-1]) >= _GROUP_FILES):
             groups.append([])
-            size = 0
-        groups[-1].append(path)
-        size += path.stat().st_size
-    units = []
-    for group in groups:
-        name = ";".join(
-            f"{path.relative_to(folder).as_posix()}:{path.stat().st_size}" for path in group
+            total = 0
+        groups[-1].append(name)
+        total += size
+    return [
+        ReadUnit(
+            ";".join(f"{name}:{sizes[name]}" for name in group),
+            partial(_read_documents, [files[name] for name in group], whole_files=whole_files),
         )
-        units.append(
-            ReadUnit(name, lambda counts, group=group: _read_documents(group, counts, whole_files))
-        )
-    return Corpus(source, units, has_documents=whole_files, **common)
+        for group in groups
+    ]
 
 
 def _units_of(path: Path, name: str, kind: str, text_field: str | None) -> list[ReadUnit]:
@@ -225,7 +227,8 @@ def _units_of(path: Path, name: str, kind: str, text_field: str | None) -> list[
         UserError: it lists images with captions, and no field of texts was named.
     """
     if kind == "parquet":
-        return [ReadUnit(f"{name}#{part}", read) for part, read in parquet_units(path, text_field)]
+        units = parquet_units(path, text_field)
+        return [unit._replace(name=f"{name}#{unit.name}") for unit in units]
     if text_field is None and lists_images(path):
         raise UserError(
             f"a corpus of texts in {path}",
@@ -348,8 +351,8 @@ def parse_dataset(name: str) -> DatasetSpec:
 
 def open_dataset(
     name: str, text_field: str | None = None, max_documents: int | None = None
-) -> tuple[str, list[tuple[str, Callable[[Counter], Iterator[str]]]]]:
-    """Return the source, and the (name, reader) of every shard of a dataset.
+) -> tuple[str, list[ReadUnit]]:
+    """Return the source of a dataset, and a unit for every shard.
 
     Args:
         name: Name as in `parse_dataset`, or a folder that `datasets` can load.
@@ -387,12 +390,7 @@ def open_dataset(
     kinds = stream.features or {}
     images = image_column(names, [type(kinds.get(column)).__name__ == "Image" for column in names])
     if text_field is None and images is not None:
-        raise UserError(
-            f"a dataset of texts in {spec.path}",
-            f"a field '{images}' of images",
-            "name the field of its captions with --text-field to prepare them as texts; for images"
-            " write them to files, with a .jsonl of {image, caption}",
-        )
+        raise found_images(f"a dataset of texts in {spec.path}", "field", images)
     text_field = text_field or spec.text_field
     if text_field not in names:
         raise UserError(
@@ -416,11 +414,11 @@ def open_dataset(
             yield from clean(text or "", counts)
 
     label = ":".join(filter(None, (spec.path, spec.name, spec.split)))
-    parts = [
-        (f"{label}#{shard}/{num_shards}", lambda counts, s=shard: read(s, counts))
+    units = [
+        ReadUnit(f"{label}#{shard}/{num_shards}", partial(read, shard))
         for shard in range(num_shards)
     ]
-    return f"hub:{label}", parts
+    return f"hub:{label}", units
 
 
 def version_of(name: str) -> str:

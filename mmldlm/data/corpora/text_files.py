@@ -11,10 +11,10 @@ import io
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, fold_spaces
 from mmldlm.errors import UserError
@@ -64,6 +64,19 @@ _PERHAPS = (
 )
 
 
+class ReadUnit(NamedTuple):
+    """A part of a corpus that one rank reads.
+
+    Attributes:
+        name: Name that identifies the texts, as far as they are distinguishable without reading
+            them.
+        read: Function that yields the texts and updates the given counters.
+    """
+
+    name: str
+    read: Callable[[Counter], Iterator[str]]
+
+
 def kind_of(path: Path) -> str | None:
     """Return `txt`, `jsonl`, `csv`, `tsv` or `parquet` by a file's name, in upper or lower case;
     None for others.
@@ -81,9 +94,9 @@ def file_units(path: Path, kind: str, text_field: str) -> list[FileUnit]:
     if path.suffix.lower() in _COMPRESSED:
         return [FileUnit(path, kind, 0, None, text_field)]
     size = path.stat().st_size
-    starts = range(0, max(size, 1), PART_BYTES)
     return [
-        FileUnit(path, kind, start, min(start + PART_BYTES, size), text_field) for start in starts
+        FileUnit(path, kind, start, min(start + PART_BYTES, size), text_field)
+        for start in range(0, max(size, 1), PART_BYTES)
     ]
 
 

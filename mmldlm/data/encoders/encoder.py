@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tokenizers import normalizers
 
 from mmldlm.data.encoders.model_files import (
     find_model_folder,
@@ -23,8 +24,8 @@ from mmldlm.data.encoders.model_files import (
     read_tokenizer,
     weights_files,
 )
-from mmldlm.data.encoders.modules_file import MODULES
 from mmldlm.data.encoders.sentence_transformer import (
+    MODULES,
     bare_transformer,
     positions,
     read_sentence_transformer,
@@ -33,6 +34,7 @@ from mmldlm.data.encoders.specs import ENCODERS, EncoderSpec, Step, with_options
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.formatting import first_line, join_some
+from mmldlm.utils.paths import without_folders
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _IDENTITY_OPTIONS = ("pooling", "normalize", "max_length")
@@ -40,11 +42,6 @@ _IDENTITY_OPTIONS = ("pooling", "normalize", "max_length")
 _OMITTED_OPTIONS = {"prefix": "", "lower_case": False, "include_prompt": True}
 # Number of tokens that are read of a text by a model without a limit of its own.
 _UNLIMITED = 8192
-
-
-def usable_device(device: str | None) -> str:
-    """Return the requested device, else a GPU if there is one."""
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def usable_dtype(dtype: str | None, device: str) -> str:
@@ -119,16 +116,10 @@ class Encoder:
         cache_dir: str | None = None,
         **options: Any,
     ):
-        if batch_tokens is not None and batch_tokens < 1:
-            raise UserError(
-                "--batch-tokens of at least 1",
-                str(batch_tokens),
-                "give a positive number, such as 1024",
-            )
         self.folder, self.source = find_model_folder(name, cache_dir)
         self.name, spec = name, _find_spec(name, self.folder, options)
         self.transformer_folder = self.folder / spec.subfolder
-        self.device = usable_device(device)
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.batch_tokens = batch_tokens or (1024 if self.device == "cpu" else 65536)
         self.batch_size = batch_size
         self.dtype = usable_dtype(dtype, self.device)
@@ -251,12 +242,8 @@ class Encoder:
     def identity(self) -> dict[str, object]:
         """Return the JSON-ready description of the encoder; equal ones give comparable latents."""
         spec = self.spec
-        name = self.name
-        if name not in ENCODERS and Path(name).is_dir():
-            # The folders of this machine are not part of the identity.
-            name = Path(name).resolve().name
         identity = {
-            "name": name,
+            "name": self.name if self.name in ENCODERS else without_folders(self.name),
             "hub_name": spec.hub_name if self.source.startswith(("hub:", "pypi:")) else None,
             "source": self.source,
             "pooling": spec.pooling,
@@ -459,8 +446,6 @@ def lower_case_first(tokenizer: Any, subject: str) -> None:
     Raises:
         UserError: a tokenizer without such rules.
     """
-    from tokenizers import normalizers
-
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(
             f"a fast tokenizer for do_lower_case of {subject}",

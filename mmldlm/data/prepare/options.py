@@ -11,18 +11,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.codebook import FSQ_LEVELS, MAX_CODES
+from mmldlm.data.codebook import MAX_CODES
 from mmldlm.data.corpora.image_lists import DRAWN, EMOJI, GLYPHS
 from mmldlm.data.corpora.tables import TABLES
 from mmldlm.data.corpora.tar_shards import is_pattern
 from mmldlm.data.corpora.text_corpus import DEFAULT_CORPUS
 from mmldlm.data.corpora.text_files import kind_of
 from mmldlm.data.encoders.model_files import VaeFiles, find_vae
-from mmldlm.data.encoders.specs import ENCODERS, POOLINGS
 from mmldlm.data.writers import LAYOUTS, MAX_IMAGE_SIZE, MAX_LATENTS
 from mmldlm.errors import UserError
 from mmldlm.utils import option_types
-from mmldlm.utils.paths import output_root
+from mmldlm.utils.paths import output_root, without_folders
 
 OVERLONG = ("drop", "truncate", "chunk")
 # Largest number of values of an image for pca: the covariance has one row per value and is
@@ -122,16 +121,10 @@ class PrepareOptions:
             if key not in _RUN_ONLY_OPTIONS and (key in always or value != getattr(defaults, key))
         }
         for key in ("corpus", "validation_corpus", "tokenizer", "encoder"):
-            value = values.get(key)
-            # The folders of this machine are not part of the identity.
-            if value and Path(value).exists():
-                values[key] = Path(value).resolve().name
+            if values.get(key):
+                values[key] = without_folders(values[key])
         if "datasets" in values:
-            names = [
-                Path(name).resolve().name if Path(name).exists() else name
-                for name in values["datasets"]
-            ]
-            values["datasets"] = names
+            values["datasets"] = list(map(without_folders, values["datasets"]))
         return values
 
     def encoder_options(self) -> dict[str, Any]:
@@ -169,16 +162,6 @@ def check_options(options: PrepareOptions) -> Path:
     Raises:
         UserError: a value is out of range or unknown.
     """
-    if (
-        options.encoder not in ENCODERS
-        and "/" not in options.encoder
-        and not Path(options.encoder).is_dir()
-    ):
-        raise UserError(
-            f"--encoder among: {', '.join(ENCODERS)}; a folder, or a Hugging Face name",
-            options.encoder,
-            "choose one of these encoders",
-        )
     _check_numbers(options)
     if options.min_tokens > options.max_tokens:
         raise UserError(
@@ -192,12 +175,13 @@ def check_options(options: PrepareOptions) -> Path:
             str(options.latents_per_text),
             "give fewer latents, or longer texts with --max-tokens",
         )
-    choices = {"overlong": OVERLONG, "layout": LAYOUTS, "pooling": POOLINGS}
-    for name, allowed in choices.items():
+    for name, allowed in (("overlong", (None, *OVERLONG)), ("layout", LAYOUTS)):
         value = getattr(options, name)
-        if value not in allowed and not (value is None and name != "layout"):
+        if value not in allowed:
             raise UserError(
-                f"--{name} among: {', '.join(allowed)}", str(value), "choose one of these"
+                f"--{name} among: {', '.join(filter(None, allowed))}",
+                str(value),
+                "choose one of these",
             )
     if options.datasets and options.corpus != DEFAULT_CORPUS:
         raise UserError(
@@ -306,10 +290,11 @@ class ImageOptions:
             key: value for key, value in asdict(self).items() if key not in _RUN_ONLY_IMAGE_OPTIONS
         }
         for key in ("corpus", "validation_corpus", "tokenizer"):
-            if values[key] and (Path(values[key]).exists() or is_pattern(values[key])):
-                values[key] = Path(values[key]).resolve().name
-        if self.vae is not None and Path(self.vae).exists():
-            values["latents"] = _VAE + Path(self.vae).resolve().name
+            if values[key]:
+                is_shards = is_pattern(values[key])
+                values[key] = Path(values[key]).name if is_shards else without_folders(values[key])
+        if self.vae is not None:
+            values["latents"] = _VAE + without_folders(self.vae)
         return {key: value for key, value in values.items() if value is not None}
 
 
@@ -405,13 +390,13 @@ def check_image_options(options: ImageOptions) -> Path:
 def _check_latents(options: ImageOptions) -> None:
     if options.latents == "pixels" or options.vae is not None:
         return
-    if options.latents.startswith("codes:"):
-        _check_codes(options)
+    is_codes = re.fullmatch(r"codes:kmeans:[1-9][0-9]{0,4}", options.latents)
+    if is_codes and 2 <= options.num_codes <= MAX_CODES:
         return
     if not re.fullmatch(r"pca:[1-9][0-9]{0,5}", options.latents):
-        expected = "--latents pixels, pca:M, vae:NAME_OR_FOLDER, codes:kmeans:Q or codes:fsq"
         raise UserError(
-            expected,
+            "--latents pixels, pca:M, vae:NAME_OR_FOLDER, or codes:kmeans:Q with Q from 2 to"
+            f" {MAX_CODES}",
             options.latents,
             "give one of them, such as pixels, pca:64 or codes:kmeans:512",
         )
@@ -430,23 +415,4 @@ def _check_latents(options: ImageOptions) -> None:
             f"pca:M with M a multiple of {num_latents} latents an image and at most {num_values}",
             options.latents,
             f"give pca:{nearest}, or another --patch-size",
-        )
-
-
-def _check_codes(options: ImageOptions) -> None:
-    if not re.fullmatch(r"codes:(fsq|kmeans:[1-9][0-9]{0,4})", options.latents):
-        fix = "give a number, such as codes:kmeans:512"
-        raise UserError("--latents codes:kmeans:Q or codes:fsq", options.latents, fix)
-    if options.num_codes is not None and not 2 <= options.num_codes <= MAX_CODES:
-        raise UserError(
-            f"--latents codes:kmeans:Q with Q from 2 to {MAX_CODES}",
-            options.latents,
-            "choose another Q",
-        )
-    values = options.patch_size**2 * options.channels
-    if options.num_codes is None and values < len(FSQ_LEVELS):
-        raise UserError(
-            f"--latents codes:fsq with patches of at least {len(FSQ_LEVELS)} values",
-            f"{values} (--patch-size {options.patch_size}, --channels {options.channels})",
-            "give a larger --patch-size",
         )

@@ -17,9 +17,10 @@ from typing import Any
 
 from rich.console import Console
 
-from mmldlm.data.manifest import MANIFEST, find_tokenizer_problems
+from mmldlm.data.manifest import find_tokenizer_problems
 from mmldlm.data.prepare.image_source import ImageSource
 from mmldlm.data.prepare.inputs import (
+    FileIdentities,
     check_same_encoder,
     check_unchanged,
     file_inputs,
@@ -27,25 +28,26 @@ from mmldlm.data.prepare.inputs import (
     tokenizer_inputs,
 )
 from mmldlm.data.prepare.options import ImageOptions, PrepareOptions
-from mmldlm.data.prepare.source import Source
+from mmldlm.data.prepare.source import Source, write_split
 from mmldlm.data.prepare.summary import print_summary
 from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
 from mmldlm.data.prepare.text_source import TextSource
 from mmldlm.data.prepare.work_dir import (
+    IDENTITIES,
     QUARANTINE,
     TOKENIZER_IDENTITY,
     check_output_free,
-    check_readable,
     commit,
     existing_output,
     latents_suffix,
     plan_digest,
     versions,
+    write_manifest,
 )
 from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER, VERSION
-from mmldlm.data.unknown_tokens import count_unknown
+from mmldlm.data.writers import LatentStatistics
 from mmldlm.errors import UserError
-from mmldlm.utils.atomic_files import list_files, write_json, write_text
+from mmldlm.utils.atomic_files import list_files, write_text
 from mmldlm.utils.json_files import read_json, to_json
 from mmldlm.utils.screen import open_console
 
@@ -81,7 +83,7 @@ def prepare(
             source = ImageSource(options, queue, console)
         else:
             source = TextSource(options, queue, console)
-        _Preparation(source, options.add_mask_token, options.force).run()
+        _Preparation(source).run()
     except BaseException as error:
         if not isinstance(error, RankFailed):
             queue.announce_failure(error)
@@ -93,11 +95,12 @@ def prepare(
 class _Preparation:
     """One rank's part of a preparation."""
 
-    def __init__(self, source: Source, add_mask_token: bool, force: bool):
-        self.source, self.add_mask_token, self.force = source, add_mask_token, force
+    def __init__(self, source: Source):
+        self.source, self.force = source, source.options.force
         self.root, self.work = source.root, source.work
         self.queue, self.console = source.queue, source.console
-        self.identities = self.work.identities()
+        # Those that an earlier launch has found; rank 0 saves new ones.
+        self.identities = FileIdentities(self.work.folder / IDENTITIES)
 
     def run(self) -> None:
         started, source, queue = time.perf_counter(), self.source, self.queue
@@ -135,13 +138,14 @@ class _Preparation:
         self.identities.save()
 
     def _plan(self) -> dict[str, Any]:
-        source, identities = self.source, self.identities
+        source, identities, options = self.source, self.identities, self.source.options
+        tokenizer = source.tokenizer_name
         return {
-            "options": source.options.identity(),
+            "options": options.identity(),
             **source.plan(),
             "inputs": {
                 **source.encoder_inputs(identities),
-                **tokenizer_inputs(source.tokenizer_name, source.cache_dir, self.add_mask_token),
+                **tokenizer_inputs(tokenizer, options.cache_dir, options.add_mask_token),
                 **file_inputs(source.files(), identities),
                 **source.versions(),
             },
@@ -171,34 +175,43 @@ class _Preparation:
         tokenizer = read_json(path, fix)
         if problem := find_tokenizer_problems(tokenizer):
             raise UserError(f"the identity of a tokenizer in {path}", problem, fix)
-        summaries = {name: self._write_split(partial, name, tokenizer) for name in source.splits}
+        statistics = source.open_statistics()
+        summaries = {
+            name: self._write_split(partial, name, tokenizer, statistics)
+            for name in source.samples
+        }
         if quarantined:
             lines = "".join(to_json(entry) + "\n" for entry in quarantined)
             write_text(partial / QUARANTINE, lines)
         shutil.copytree(self.work.folder / TOKENIZER_FOLDER, partial / TOKENIZER_FOLDER)
         for name, path in source.codec_files().items():
             shutil.copyfile(path, partial / name)
-        manifest = self._manifest(partial, summaries, tokenizer)
-        write_json(partial / MANIFEST, manifest)
-        if source.format == FORMAT:
-            check_readable(partial, summaries)
+        manifest = self._manifest(partial, summaries, tokenizer, statistics)
+        write_manifest(partial, manifest)
         commit(partial, self.root, self.force)
         self.work.remove()
         print_summary(self.console, self.root, manifest, time.perf_counter() - started)
 
-    def _write_split(self, folder: Path, split: str, tokenizer: dict[str, Any]) -> dict[str, int]:
-        """Write one split; return its summary for the manifest."""
-        writer = self.source.open_split(folder, split, tokenizer["vocab_size"])
-        num_unknown = num_cut = 0
-        for block in self.source.blocks(split):
-            writer.add(block.texts, block.tokens, block.latents, block.documents, block.groups)
-            num_unknown += count_unknown(block.tokens, tokenizer["unk_token_id"])
-            num_cut += block.num_cut
-        summary = {**writer.close(), "num_unknown": num_unknown}
-        return {**summary, "num_cut_by_encoder": num_cut} if num_cut else summary
+    def _write_split(
+        self,
+        folder: Path,
+        split: str,
+        tokenizer: dict[str, Any],
+        statistics: LatentStatistics | None,
+    ) -> dict[str, int]:
+        return write_split(
+            self.source.open_split(folder, split, tokenizer["vocab_size"]),
+            self.source.blocks(split),
+            tokenizer["unk_token_id"],
+            statistics if split == "train" else None,
+        )
 
     def _manifest(
-        self, folder: Path, summaries: dict[str, dict[str, int]], tokenizer: dict[str, Any]
+        self,
+        folder: Path,
+        summaries: dict[str, dict[str, int]],
+        tokenizer: dict[str, Any],
+        statistics: LatentStatistics | None,
     ) -> dict[str, Any]:
         source, plan, reports = self.source, self.plan, self.source.reports
         num_kept = dict.fromkeys(reports, 0)
@@ -213,7 +226,7 @@ class _Preparation:
             "latent_dim": dim,
             **latents_suffix(count[0] if count else 1),
             "encoder": source.encoder_entry(),
-            "latent_stats": source.latent_stats(),
+            "latent_stats": None if statistics is None else statistics.result(),
             "tokenizer": tokenizer,
             "splits": summaries,
             "corpus": corpora["train"],

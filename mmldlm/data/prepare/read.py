@@ -5,7 +5,6 @@ of images, with a hash of the content of each item.
 from __future__ import annotations
 
 import array
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,11 +15,12 @@ import numpy as np
 
 from mmldlm.data.arrays import read_npz, write_npz
 from mmldlm.data.corpora.image_lists import ImageCorpus, ImageSample
-from mmldlm.data.corpora.text_corpus import ReadUnit
+from mmldlm.data.corpora.text_files import ReadUnit
 from mmldlm.data.image_codec import ImageCodec
 from mmldlm.data.images import UnreadableImage
-from mmldlm.data.sentences import content_hash
+from mmldlm.data.sentences import content_hash, hash64
 from mmldlm.utils.atomic_files import atomic_folder, write_json
+from mmldlm.utils.formatting import is_utf8
 from mmldlm.utils.input_files import read_text
 
 IMAGES_PER_SHARD = 256
@@ -36,13 +36,11 @@ def read_unit(unit: ReadUnit, folder: Path) -> None:
     with atomic_folder(folder) as partial:
         with open(partial / "text.bin", "wb") as file:
             for text in unit.read(counts):
-                raw = text.encode("utf-8", "surrogatepass")
-                try:
-                    raw.decode("utf-8")
-                except UnicodeDecodeError:
+                if not is_utf8(text):
                     # Broken escapes in JSON decode to lone surrogates.
                     counts["drop_not_unicode"] += 1
                     continue
+                raw = text.encode()
                 file.write(raw)
                 offsets.append(offsets[-1] + len(raw))
                 hashes.append(content_hash(text))
@@ -137,7 +135,7 @@ def read_images(
             images.append(image_or_reason)
             places.append(row)
     values = np.stack(images) if images else np.empty((0, *shape), np.uint8)
-    hashes = np.array([pixel_hash(image) for image in images], np.uint64)
+    hashes = np.array([hash64(image.tobytes()) for image in images], np.uint64)
     if codec is not None:
         values, is_finite = _encode_finite(codec, values)
         reasons |= {row: NOT_FINITE for row, good in zip(places, is_finite) if not good}
@@ -173,11 +171,6 @@ def _read_image(corpus: ImageCorpus, sample: ImageSample) -> np.ndarray | str:
         return str(error)
 
 
-def pixel_hash(image: np.ndarray) -> int:
-    """Return a 64-bit hash of an image uint8 [S, S, C]."""
-    return int.from_bytes(hashlib.blake2b(image.tobytes(), digest_size=8).digest(), "big")
-
-
 class ImageShards:
     """The images of a corpus after reading, by row: the number of a sample in corpus order.
 
@@ -193,10 +186,9 @@ class ImageShards:
         files = [read_npz(path, "places", "hashes", "reasons", "peaks") for path in paths]
         self.rows = np.concatenate(
             [file["places"] + np.int64(i * IMAGES_PER_SHARD) for i, file in enumerate(files)]
-            or [[]]
         )
-        self.hashes = np.concatenate([file["hashes"] for file in files] or [[]])
-        self.peaks = np.concatenate([file["peaks"] for file in files] or [[]])
+        self.hashes = np.concatenate([file["hashes"] for file in files])
+        self.peaks = np.concatenate([file["peaks"] for file in files])
         self.reasons = {
             i * IMAGES_PER_SHARD + int(row): reason
             for i, file in enumerate(files)

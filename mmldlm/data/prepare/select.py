@@ -4,7 +4,6 @@ whole groups.
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy as np
 
 from mmldlm.data.prepare import tokenize
 from mmldlm.data.prepare.read import TextShards
+from mmldlm.data.sentences import hash64
 from mmldlm.utils.counter_rng import mix64
 
 _FIELDS = ("shards", "pieces", "rows", "hashes", "lengths", "unknown")
@@ -106,146 +106,126 @@ def num_validation(num_texts: int, requested: int | None) -> int:
     return max(2, min(1000, num_texts // 20)) if requested is None else requested
 
 
-class SelectionRounds:
-    """The candidates in the order of tokenizing: all at once, or in rounds until there are enough
-    samples.
+class Selection:
+    """The candidates in the order of tokenizing, all at once, or in rounds until there are enough
+    samples; and the samples that tokenizing makes of them.
 
     A round holds the candidates with the next sample keys, in corpus order. So the samples are
     those with the smallest keys of an allowed length, independent of the sizes of the rounds.
+
+    Args:
+        rows: Ascending rows of the candidates.
+        hashes: [N] content hashes of all texts.
+        limit: Number of samples; None: all.
+        seed: Seed of the sample keys.
+
+    Attributes:
+        num_rounds: Number of rounds that were tokenized.
     """
 
     def __init__(self, rows: np.ndarray, hashes: np.ndarray, limit: int | None, seed: int):
-        self.rows, self.limit = rows, limit
+        self._rows, self._limit = rows, limit
         keys = sample_keys(hashes[rows], seed)
-        self.order = np.argsort(keys, kind="stable") if limit is not None else np.arange(len(rows))
-        self._end = 0
+        self._order = np.arange(len(rows)) if limit is None else np.argsort(keys, kind="stable")
+        self._end = self._num_kept = self.num_rounds = 0
+        self._shard_rows: list[np.ndarray] = []
+        self._paths: list[Path] = []
 
-    def next(self, num_kept: int) -> np.ndarray | None:
-        """Return the ascending rows of the next round; None with enough samples or no more
-        candidates.
+    def next_round(self) -> list[np.ndarray]:
+        """Return the ascending rows of the next round, one array per shard; none with enough
+        samples or no more candidates.
         """
-        total = len(self.order)
-        if self._end >= total or (self.limit is not None and num_kept >= self.limit):
-            return None
-        start = self._end
-        if self.limit is None:
+        start, total, limit = self._end, len(self._order), self._limit
+        if limit is None:
             self._end = total
         elif start == 0:
-            self._end = min(total, self.limit + self.limit // 20 + 64)
-        else:
-            needed = (self.limit - num_kept) * start // max(num_kept, 1)
+            self._end = min(total, limit + limit // 20 + 64)
+        elif self._num_kept < limit:
+            needed = (limit - self._num_kept) * start // max(self._num_kept, 1)
             self._end = min(total, start + needed + needed // 5 + tokenize.TEXTS_PER_SHARD)
-        return np.sort(self.rows[self.order[start : self._end]])
-
-
-def collect_samples(
-    texts: TextShards,
-    rounds: SelectionRounds,
-    shard_rows: list[np.ndarray],
-    paths: list[Path],
-    keep_duplicates: bool,
-    counts: Counter,
-    seed: int,
-    unk_token_id: int | None = None,
-) -> Samples:
-    """Collect the tokenized samples in corpus order, and count the outcome of every candidate."""
-    samples, status, num_short = _read_shards(shard_rows, paths, unk_token_id)
-    all_seen = seen = np.concatenate(shard_rows)
-    if rounds.limit is not None:
-        samples, seen, status = _first_by_key(texts, samples, seen, status, rounds.limit, seed)
-    counts["drop_too_short"] += int((status == tokenize.TOO_SHORT).sum())
-    counts["drop_too_long"] += int((status == tokenize.TOO_LONG).sum())
-    counts["truncated"] += int((status == tokenize.TRUNCATED).sum())
-    counts["drop_not_sampled"] += len(rounds.rows) - len(seen)
-    num_chunked = int((status == tokenize.CHUNKED).sum())
-    if num_chunked:
-        counts["chunked"] += num_chunked
-        counts["chunks"] += int(np.isin(samples.rows, seen[status == tokenize.CHUNKED]).sum())
-        dropped = int(num_short[np.isin(all_seen, seen)].sum())
-        counts["chunks"] += dropped
-        counts["drop_piece_too_short"] += dropped
-    samples = samples.take(np.lexsort((samples.pieces, samples.shards, samples.rows)))
-    if not keep_duplicates and (counts["truncated"] or num_chunked):
-        # Texts that differed only after the cut are equal now.
-        first = first_occurrences(samples.hashes)
-        counts["drop_duplicate"] += len(samples) - len(first)
-        samples = samples.take(first)
-    return samples
-
-
-def _read_shards(
-    shard_rows: list[np.ndarray], paths: list[Path], unk_token_id: int | None
-) -> tuple[Samples, np.ndarray, np.ndarray]:
-    """Return all samples of the shards, and per text its status and its number of pieces that are
-    too short.
-    """
-    parts: list[list[np.ndarray]] = [[] for _ in _FIELDS]
-    statuses, num_short = [], []
-    for index, (rows, path) in enumerate(zip(shard_rows, paths, strict=True)):
-        shard = tokenize.read_shard(path)
-        statuses.append(shard["status"])
-        num_short.append(shard.get("num_short", np.zeros(len(rows), np.int32)))
-        num = len(shard["places"])
-        columns = (
-            np.full(num, index, np.int32),
-            np.arange(num, dtype=np.int32),
-            rows[shard["places"]],
-            shard["hashes"],
-            shard["lengths"],
-            np.diff(
-                np.concatenate([[0], np.cumsum(shard["ids"] == unk_token_id)])[shard["offsets"]]
-            ).astype(np.int32),
+        chosen, size = (
+            np.sort(self._rows[self._order[start : self._end]]),
+            tokenize.TEXTS_PER_SHARD,
         )
-        for part, column in zip(parts, columns):
-            part.append(column)
-    return (
-        Samples(list(paths), *map(np.concatenate, parts)),
-        np.concatenate(statuses),
-        np.concatenate(num_short),
-    )
+        return [chosen[first : first + size] for first in range(0, len(chosen), size)]
+
+    def add(self, shard_rows: list[np.ndarray], paths: list[Path]) -> None:
+        """Add the shards of a round."""
+        self._shard_rows += shard_rows
+        self._paths += paths
+        self._num_kept += sum(len(tokenize.read_shard(path)["places"]) for path in paths)
+        self.num_rounds += 1
+
+    def collect(self, keep_duplicates: bool, counts: Counter, unk_token_id: int | None) -> Samples:
+        """Return the samples in corpus order, and count the outcome of every candidate."""
+        samples, status, num_short = self._read_shards(unk_token_id)
+        seen = np.concatenate(self._shard_rows)
+        if self._limit is not None and len(samples) >= self._limit:
+            ranks = np.empty(len(self._rows), np.int64)
+            ranks[self._order] = np.arange(len(self._rows))
+            sample_ranks = ranks[np.searchsorted(self._rows, samples.rows)]
+            order = np.lexsort((samples.pieces, samples.shards, sample_ranks))[: self._limit]
+            samples = samples.take(order)
+            # Candidates behind the last sample are not sampled, tokenized or not.
+            is_used = ranks[np.searchsorted(self._rows, seen)] <= sample_ranks[order[-1]]
+            seen, status, num_short = seen[is_used], status[is_used], num_short[is_used]
+        is_chunked = status == tokenize.CHUNKED
+        num_dropped, num_chunked = int(num_short.sum()), int(is_chunked.sum())
+        counts["drop_too_short"] += int((status == tokenize.TOO_SHORT).sum())
+        counts["drop_too_long"] += int((status == tokenize.TOO_LONG).sum())
+        counts["truncated"] += int((status == tokenize.TRUNCATED).sum())
+        counts["drop_not_sampled"] += len(self._rows) - len(seen)
+        counts["chunked"] += num_chunked
+        counts["chunks"] += int(np.isin(samples.rows, seen[is_chunked]).sum()) + num_dropped
+        counts["drop_piece_too_short"] += num_dropped
+        samples = samples.take(np.lexsort((samples.pieces, samples.shards, samples.rows)))
+        if not keep_duplicates and (counts["truncated"] or num_chunked):
+            # Texts that differed only after the cut are equal now.
+            first = first_occurrences(samples.hashes)
+            counts["drop_duplicate"] += len(samples) - len(first)
+            samples = samples.take(first)
+        return samples
+
+    def _read_shards(self, unk_token_id: int | None) -> tuple[Samples, np.ndarray, np.ndarray]:
+        """Return all samples of the shards, and per text its status and its number of pieces that
+        are too short.
+        """
+        columns = []
+        statuses, num_short = [], []
+        for index, (rows, path) in enumerate(zip(self._shard_rows, self._paths, strict=True)):
+            shard = tokenize.read_shard(path)
+            statuses.append(shard["status"])
+            num_short.append(shard.get("num_short", np.zeros(len(rows), np.int32)))
+            num = len(shard["places"])
+            unknown_before = np.concatenate([[0], np.cumsum(shard["ids"] == unk_token_id)])
+            columns.append(
+                (
+                    np.full(num, index, np.int32),
+                    np.arange(num, dtype=np.int32),
+                    rows[shard["places"]],
+                    shard["hashes"],
+                    shard["lengths"],
+                    np.diff(unknown_before[shard["offsets"]]).astype(np.int32),
+                )
+            )
+        samples = Samples(self._paths, *map(np.concatenate, zip(*columns)))
+        return samples, np.concatenate(statuses), np.concatenate(num_short)
 
 
-def _first_by_key(
-    texts: TextShards,
-    samples: Samples,
-    seen: np.ndarray,
-    status: np.ndarray,
-    limit: int,
-    seed: int,
-) -> tuple[Samples, np.ndarray, np.ndarray]:
-    """Return the first `limit` samples in the order of sample keys, and the rows and status of the
-    texts up to them.
+def in_validation(hashes: np.ndarray, requested: int | None, seed: int) -> np.ndarray:
+    """Return [N] bools, whether a text is in the validation split: those with the smallest split
+    keys are, so that equal texts stay together.
     """
-    text_keys = sample_keys(texts.hashes[seen], seed)
-    text_order = np.lexsort((seen, text_keys))
-    rank = np.empty(len(seen), np.int64)
-    rank[text_order] = np.arange(len(seen))
-    by_row = np.argsort(seen)
-    ranks = rank[by_row[np.searchsorted(seen[by_row], samples.rows)]]
-    order = np.lexsort((samples.pieces, samples.shards, ranks))[:limit]
-    if len(order) < limit:
-        return samples, seen, status
-    examined = text_order[: int(ranks[order[-1]]) + 1]
-    return samples.take(order), seen[examined], status[examined]
-
-
-def split_validation(samples: Samples, requested: int | None, seed: int) -> dict[str, Samples]:
-    """Assign the smallest split keys to validation; equal texts have equal keys and stay
-    together.
-    """
-    keys = split_keys(samples.hashes, seed)
+    keys = split_keys(hashes, seed)
     count = num_validation(len(keys), requested)
     if count > len(keys):
-        inside = np.ones(len(keys), dtype=bool)
-    else:
-        inside = keys <= np.partition(keys, count - 1)[count - 1]
-    return {"train": samples.take(~inside), "validation": samples.take(inside)}
+        return np.ones(len(keys), dtype=bool)
+    return keys <= np.partition(keys, count - 1)[count - 1]
 
 
 def caption_hashes(captions: Sequence[str]) -> np.ndarray:
-    """Return [N] uint64 hashes (BLAKE2) of captions, exact: case and marks count."""
-    digests = (hashlib.blake2b(caption.encode(), digest_size=8).digest() for caption in captions)
-    return np.array([int.from_bytes(digest, "big") for digest in digests], np.uint64)
+    """Return [N] uint64 hashes of captions, exact: case and marks count."""
+    return np.array([hash64(caption.encode()) for caption in captions], np.uint64)
 
 
 def order_hashes(captions: Sequence[str], hashes: np.ndarray, names: Sequence[str]) -> np.ndarray:

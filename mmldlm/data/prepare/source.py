@@ -7,28 +7,27 @@ describes (`image_source`).
 
 from __future__ import annotations
 
+import math
 import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 from transformers import PreTrainedTokenizerFast
 
-from mmldlm.data.codebook import CodeStatistics
 from mmldlm.data.encoders.model_files import read_tokenizer, save_tokenizer
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.inputs import FileIdentities
 from mmldlm.data.prepare.options import ImageOptions, PrepareOptions
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.data.prepare.work_dir import TOKENIZER_IDENTITY, WorkDir
-from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER
-from mmldlm.data.unknown_tokens import check_unknown_share
-from mmldlm.data.writers import FilesSplit, LatentStatistics, StoreSplit
+from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER, as_float32
+from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown
+from mmldlm.data.writers import Block, FilesSplit, LatentStatistics, StoreSplit
 from mmldlm.utils.atomic_files import atomic_folder, write_json
 from mmldlm.utils.input_files import LeftOut
 
@@ -51,18 +50,7 @@ class CorpusReport:
 
     def entry(self, num_kept: int) -> dict[str, Any]:
         """Return the manifest's entry, in which every sample is accounted for."""
-        counts = self.counts
-        dropped = {
-            key.removeprefix("drop_"): count
-            for key, count in sorted(counts.items())
-            if key.startswith("drop_") and count
-        }
-        # A text in pieces counts as its pieces.
-        num_samples = counts["read"] - counts["chunked"] + counts["chunks"]
-        lost = num_samples - num_kept - sum(dropped.values())
-        assert lost == 0, f"{lost} samples are not accounted for: {counts}, {num_kept} kept"
-        entry = {"source": self.source, "read": counts["read"], "kept": num_kept}
-        return {**entry, "dropped": dropped, **self.details()}
+        return {"source": self.source, **account_for(self.counts, num_kept), **self.details()}
 
     def details(self) -> dict[str, Any]:
         """Return the entries beside the sums: counters that are not 0, and files left out."""
@@ -70,24 +58,40 @@ class CorpusReport:
         return {**noted, **self.left_out.entry()}
 
 
-@dataclass
-class Block:
-    """Consecutive samples of a split, ready to be written.
+def account_for(counts: Counter, num_kept: int) -> dict[str, Any]:
+    """Return the entries `read`, `kept` and `dropped` of a corpus."""
+    dropped = {
+        key.removeprefix("drop_"): count
+        for key, count in sorted(counts.items())
+        if key.startswith("drop_") and count
+    }
+    # A text in pieces counts as its pieces.
+    num_samples = counts["read"] - counts["chunked"] + counts["chunks"]
+    lost = num_samples - num_kept - sum(dropped.values())
+    assert lost == 0, f"{lost} samples are not accounted for: {counts}, {num_kept} kept"
+    return {"read": counts["read"], "kept": num_kept, "dropped": dropped}
 
-    Attributes:
-        texts, tokens: B texts and their token ids.
-        latents: [B, D] or [B, K, D] in the dtype of the store.
-        documents: [B] rows of their texts in the corpus; None for images.
-        groups: [B] groups of images; None for texts.
-        num_cut: Number of texts that are longer than the encoder reads.
+
+def write_split(
+    writer: StoreSplit | FilesSplit,
+    blocks: Iterable[Block],
+    unk_token_id: int | None,
+    statistics: LatentStatistics | None = None,
+) -> dict[str, int]:
+    """Write a split; return its summary for the manifest.
+
+    Args:
+        statistics: Statistics to which the latents are added.
     """
-
-    texts: list[str]
-    tokens: list[np.ndarray]
-    latents: np.ndarray
-    documents: np.ndarray | None = None
-    groups: np.ndarray | None = None
-    num_cut: int = 0
+    num_unknown = num_cut = 0
+    for block in blocks:
+        writer.add(block.texts, block.tokens, block.latents, block.documents, block.groups)
+        num_unknown += count_unknown(block.tokens, unk_token_id)
+        num_cut += block.num_cut
+        if statistics is not None:
+            statistics.add(as_float32(block.latents))
+    summary = {**writer.close(), "num_unknown": num_unknown}
+    return {**summary, "num_cut_by_encoder": num_cut} if num_cut else summary
 
 
 class Source(ABC):
@@ -107,12 +111,12 @@ class Source(ABC):
         format: Format of the output.
         packages: Packages, besides the usual ones, on which the bytes of the store may depend.
         reports: Split -> report of its corpus; `validation` only with a corpus of its own.
-        splits: Names of the splits, set by `select`.
-        statistics: Split -> statistics of its latents; complete when `blocks` is through.
+        samples: Split -> its samples, set by `select`.
     """
 
     options: PrepareOptions | ImageOptions
     reports: Mapping[str, CorpusReport]
+    samples: Mapping[str, Sized]
     format = FORMAT
     packages: tuple[str, ...] = ()
 
@@ -125,9 +129,6 @@ class Source(ABC):
     ):
         self.root, self.queue, self.console = root, queue, console
         self.work = WorkDir(root, queue)
-        self.cache_dir = options.cache_dir
-        self.splits: list[str] = []
-        self.statistics: dict[str, LatentStatistics | CodeStatistics] = {}
 
     @abstractmethod
     def plan(self) -> dict[str, Any]:
@@ -200,25 +201,29 @@ class Source(ABC):
         """Return the manifest's entries of a store of images; none for texts."""
         return {}
 
-    def latent_stats(self) -> dict[str, Any] | None:
-        """Return the statistics of the training latents; None for ids of codes."""
-        return self.statistics["train"].result()
+    def open_statistics(self) -> LatentStatistics | None:
+        """Return the statistics of the training latents, still empty; None for ids of codes."""
+        *count, dim = self.latent_shape
+        return LatentStatistics(dim, len(self.samples["train"]) * math.prod(count))
 
     def codec_files(self) -> dict[str, Path]:
         """Return name -> file of what belongs to the latents."""
         return {}
 
-    def make_tokenizer(self, texts: Iterable[str], add_mask_token: bool, vocab_size: int) -> None:
+    def make_tokenizer(self, texts: Iterable[str]) -> None:
         """Load or train the tokenizer and save it in the work folder, unless it is there.
 
         Args:
             texts: Training texts, for a tokenizer that is made from them.
         """
-        folder, identity_path = self._tokenizer_paths()
+        folder, options = self.work.folder / TOKENIZER_FOLDER, self.options
+        identity_path = self.work.folder / TOKENIZER_IDENTITY
         if folder.is_dir() and identity_path.is_file():
             return
         name = self.tokenizer_name
-        tokenizer = tokenizers.load(name, self.cache_dir, add_mask_token, texts, vocab_size)
+        tokenizer = tokenizers.load(
+            name, options.cache_dir, options.add_mask_token, texts, options.vocab_size
+        )
         shutil.rmtree(folder, ignore_errors=True)
         with atomic_folder(folder) as partial:
             save_tokenizer(tokenizer, partial)
@@ -226,15 +231,12 @@ class Source(ABC):
 
     def read_tokenizer(self) -> PreTrainedTokenizerFast:
         """Read the tokenizer that rank 0 saved."""
-        folder, _ = self._tokenizer_paths()
+        folder = self.work.folder / TOKENIZER_FOLDER
         what = f"the tokenizer that rank 0 saved in {folder}"
         tokenizer = read_tokenizer(folder, what, "delete this folder and rerun")
         # "[MASK]" in a text is six characters, not a mask.
         tokenizer.split_special_tokens = True
         return tokenizer
-
-    def _tokenizer_paths(self) -> tuple[Path, Path]:
-        return self.work.folder / TOKENIZER_FOLDER, self.work.folder / TOKENIZER_IDENTITY
 
     def warn_of_unknown(self, split: str, num_unknown: int, num_tokens: int) -> None:
         """Print a warning for a split with many unknown tokens.

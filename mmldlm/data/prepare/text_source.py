@@ -16,19 +16,19 @@ import numpy as np
 from rich.console import Console
 
 from mmldlm.data.corpora.text_corpus import Corpus, open_corpus
-from mmldlm.data.encoders.encoder import Encoder, usable_device, usable_dtype
+from mmldlm.data.encoders.encoder import Encoder, usable_dtype
 from mmldlm.data.prepare import encode, select, tokenize
 from mmldlm.data.prepare.encode import device_of_rank
 from mmldlm.data.prepare.inputs import FileIdentities, encoder_inputs
 from mmldlm.data.prepare.options import PrepareOptions, check_options
 from mmldlm.data.prepare.read import SelectedTexts, TextShards, read_unit
 from mmldlm.data.prepare.select import Samples
-from mmldlm.data.prepare.source import Block, CorpusReport, Source
+from mmldlm.data.prepare.source import CorpusReport, Source
 from mmldlm.data.prepare.summary import RankProgress
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.data.store import FORMAT
 from mmldlm.data.unknown_tokens import check_unknown_to_encoder
-from mmldlm.data.writers import FILES_FORMAT, FilesSplit, LatentStatistics, StoreSplit
+from mmldlm.data.writers import FILES_FORMAT, Block, FilesSplit, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_counts
 from mmldlm.utils.input_files import LeftOut
@@ -96,7 +96,7 @@ class TextSource(Source):
 
     def encoder_inputs(self, identities: FileIdentities) -> dict[str, str]:
         options = self.options
-        dtype = usable_dtype(options.dtype, usable_device(device_of_rank(self.queue.local_rank)))
+        dtype = usable_dtype(options.dtype, device_of_rank(self.queue.local_rank))
         return encoder_inputs(options.encoder, options.cache_dir, dtype, identities)
 
     def load_encoder(self) -> None:
@@ -146,10 +146,9 @@ class TextSource(Source):
 
     def _read(self, name: str, corpora: list[Corpus]) -> TextShards:
         units = [unit for corpus in corpora for unit in corpus.units]
-        paths = self.work.task_paths(f"read-{name}", len(units))
         with self.console.status(f"reading {name}"):
-            self.work.run(
-                f"read-{name}", paths, lambda i: read_unit(units[i], paths[i]), lambda i: None
+            paths = self.work.run(
+                f"read-{name}", len(units), lambda i, path: read_unit(units[i], path)
             )
         texts = TextShards(paths)
         if not len(texts):
@@ -174,9 +173,8 @@ class TextSource(Source):
         self.tokenizer = self.read_tokenizer()
         samples = self._tokenize("train", rows, options.max_samples)
         if held is None:
-            self.samples = select.split_validation(
-                samples, options.validation_samples, options.seed
-            )
+            inside = select.in_validation(samples.hashes, options.validation_samples, options.seed)
+            self.samples = {"train": samples.take(~inside), "validation": samples.take(inside)}
         else:
             held_rows = self._deduplicate("validation", None)
             validation = self._tokenize("validation", held_rows, options.validation_samples)
@@ -185,7 +183,6 @@ class TextSource(Source):
             counts = self.reports["train"].counts
             counts["drop_in_validation_corpus"] += len(samples) - len(remaining)
             self.samples = {"train": remaining, "validation": validation}
-        self.splits = list(self.samples)
         self._check_splits()
 
     def _deduplicate(self, name: str, held_out: np.ndarray | None) -> np.ndarray:
@@ -204,74 +201,47 @@ class TextSource(Source):
         keys = select.split_keys(texts.hashes[rows], options.seed)
         num_reserved = 2 * select.num_validation(len(keys), options.validation_samples)
         reserved = np.sort(keys)[: 0 if "validation" in self.texts else num_reserved]
-        training_texts = SelectedTexts(texts, rows[~np.isin(keys, reserved)])
-        self.make_tokenizer(training_texts, options.add_mask_token, options.vocab_size)
+        self.make_tokenizer(SelectedTexts(texts, rows[~np.isin(keys, reserved)]))
 
     def _tokenize(self, name: str, rows: np.ndarray, limit: int | None) -> Samples:
+        if not len(rows):
+            raise self._too_few(name, 0)
         options, texts = self.options, self.texts[name]
-        rounds = select.SelectionRounds(rows, texts.hashes, limit, options.seed)
+        selection = select.Selection(rows, texts.hashes, limit, options.seed)
         max_tokens = options.max_tokens
         if options.overlong == "chunk" and options.latents_per_text == 1:
             max_tokens = min(max_tokens, self.queue.add(_REACH, 0))
         rules = tokenize.LengthRules(
             options.min_tokens, max_tokens, options.overlong, options.latents_per_text
         )
-        shard_rows: list[np.ndarray] = []
-        paths: list[Path] = []
-        num_kept = num_rounds = 0
-        with RankProgress(self.console, self.queue, f"tokenizing {name}", "texts") as progress:
-            while (chosen := rounds.next(num_kept)) is not None:
-                size = tokenize.TEXTS_PER_SHARD
-                parts = [chosen[start : start + size] for start in range(0, len(chosen), size)]
-                progress.total += len(chosen)
-                stage = f"tokenize-{name}-{num_rounds}"
-                new_paths = self._tokenize_round(stage, texts, parts, rules, progress)
-                shard_rows, paths = shard_rows + parts, paths + new_paths
-                num_kept += sum(len(tokenize.read_shard(path)["places"]) for path in new_paths)
-                num_rounds += 1
-        if not shard_rows:
-            shard_rows = [np.empty(0, np.int64)]
-            paths = self.work.task_paths(f"tokenize-{name}-0", 1)
-            tokenize.tokenize_shard(paths[0], texts, shard_rows[0], self.tokenizer, rules)
-        return select.collect_samples(
-            texts,
-            rounds,
-            shard_rows,
-            paths,
-            options.keep_duplicates,
-            self.reports[name].counts,
-            options.seed,
-            self.tokenizer.unk_token_id,
-        )
 
-    def _tokenize_round(
-        self,
-        stage: str,
-        texts: TextShards,
-        parts: list[np.ndarray],
-        rules: tokenize.LengthRules,
-        progress: RankProgress,
-    ) -> list[Path]:
-        """Tokenize the texts at some rows, shared by all ranks; return the shards."""
-        paths = self.work.task_paths(stage, len(parts))
-        self.work.run(
-            stage,
-            paths,
-            lambda i: tokenize.tokenize_shard(paths[i], texts, parts[i], self.tokenizer, rules),
-            lambda i: progress(len(parts[i])),
+        def tokenize_part(part: int, path: Path) -> None:
+            tokenize.tokenize_shard(path, texts, parts[part], self.tokenizer, rules)
+
+        with RankProgress(self.console, self.queue, f"tokenizing {name}", "texts") as progress:
+            while parts := selection.next_round():
+                progress.total += sum(map(len, parts))
+                stage = f"tokenize-{name}-{selection.num_rounds}"
+                paths = self.work.run(
+                    stage, len(parts), tokenize_part, lambda part: progress(len(parts[part]))
+                )
+                selection.add(parts, paths)
+        counts = self.reports[name].counts
+        return selection.collect(options.keep_duplicates, counts, self.tokenizer.unk_token_id)
+
+    def _too_few(self, split: str, count: int) -> UserError:
+        counts = self.reports["train"].counts
+        return UserError(
+            f"at least 2 samples for the {split} split",
+            f"{count} left ({describe_counts(counts)})",
+            "give a larger corpus, or loosen --min-tokens, --max-tokens, --max-samples or"
+            " --validation-samples",
         )
-        return paths
 
     def _check_splits(self) -> None:
-        counts = self.reports["train"].counts
         for name, part in self.samples.items():
             if len(part) < 2:
-                raise UserError(
-                    f"at least 2 samples for the {name} split",
-                    f"{len(part)} left ({describe_counts(counts)})",
-                    "give a larger corpus, or loosen --min-tokens, --max-tokens, --max-samples or"
-                    " --validation-samples",
-                )
+                raise self._too_few(name, len(part))
         train, validation = self.samples["train"], self.samples["validation"]
         assert not np.isin(train.hashes, validation.hashes).any(), "a text is in both splits"
         for name, part in self.samples.items():
@@ -287,7 +257,7 @@ class TextSource(Source):
         total = sum(map(len, self.samples.values()))
         label = f"encoding with {self._encoder.name}"
         with RankProgress(self.console, self.queue, label, "sentences", total) as progress:
-            self.encoded = {split: self._encode_split(split, progress) for split in self.splits}
+            self.encoded = {split: self._encode_split(split, progress) for split in self.samples}
 
     @property
     def _encoder(self) -> Encoder:
@@ -314,11 +284,10 @@ class TextSource(Source):
         options, samples, texts = self.options, self.samples[split], self._texts_of(split)
         size = encode.SAMPLES_PER_SHARD
         starts = range(0, len(samples), size)
-        paths = self.work.task_paths(f"encode-{split}", len(starts))
         # Samples of a shard that the progress bar has counted already.
         num_counted: Counter = Counter()
 
-        def encode_shard(shard: int) -> None:
+        def encode_shard(shard: int, path: Path) -> None:
             def count(num_done: int) -> None:
                 num_counted[shard] += num_done
                 progress(num_done)
@@ -327,13 +296,12 @@ class TextSource(Source):
             result = encode.encode(
                 self._encoder, part, options.retries, count, options.latents_per_text
             )
-            encode.write_encoded(paths[shard], result)
+            encode.write_encoded(path, result)
 
         def count_rest(shard: int) -> None:
             progress(min(size, len(samples) - starts[shard]) - num_counted[shard])
 
-        self.work.run(f"encode-{split}", paths, encode_shard, count_rest)
-        return paths
+        return self.work.run(f"encode-{split}", len(starts), encode_shard, count_rest)
 
     @property
     def has_costly_work(self) -> bool:
@@ -393,16 +361,12 @@ class TextSource(Source):
     def blocks(self, split: str) -> Iterator[Block]:
         """Yield the samples that have a latent, shard by shard."""
         samples, texts = self.samples[split], self._texts_of(split)
-        num_latents = len(samples) * self.options.latents_per_text
-        statistics = LatentStatistics(self._encoder.latent_dim, num_latents)
-        self.statistics[split] = statistics
         for shard, path in enumerate(self.encoded[split]):
             start = shard * encode.SAMPLES_PER_SHARD
             stop = start + encode.SAMPLES_PER_SHARD
             encoded = encode.read_encoded(path)
             part, ids = samples.read(texts, start, stop)
             keep = np.flatnonzero(encoded.is_ok)
-            statistics.add(encoded.latents)
             yield Block(
                 [part[i] for i in keep],
                 [ids[i] for i in keep],

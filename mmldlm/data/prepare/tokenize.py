@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -68,15 +69,7 @@ def tokenize_shard(
     (`num_short`): too short for several latents per text, or single characters of too many tokens.
     """
     originals = texts.get(rows)
-    encoded = []
-    if originals:
-        encoded = tokenizer(
-            originals,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )["input_ids"]
+    encoded = token_ids(tokenizer, originals)
     status, num_short = np.zeros(len(rows), np.uint8), np.zeros(len(rows), np.int32)
     positions, hashes, ids_of, own_text = [], [], [], []
     for position, (text, ids) in enumerate(zip(originals, encoded)):
@@ -120,6 +113,17 @@ def _cut_text(
     chunks = chunk(tokenizer, text, rules.max_tokens)
     samples = [piece for piece in chunks if piece[0] and rules.has_pieces(piece[1])]
     return _TextResult(CHUNKED, samples, len(chunks) - len(samples))
+
+
+def token_ids(tokenizer: PreTrainedTokenizerFast, texts: Any) -> list:
+    """Return the token ids of a text, or of each of several, without special tokens."""
+    return tokenizer(
+        texts,
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
+    )["input_ids"]
 
 
 @lru_cache(maxsize=8)
@@ -187,7 +191,7 @@ def chunk(tokenizer, text: str, max_tokens: int) -> list[tuple[list[int], str]]:
             taken.append(todo.pop())
         while True:
             joined = " ".join(part for part, _ in taken)
-            ids = tokenizer(joined, add_special_tokens=False, verbose=False)["input_ids"]
+            ids = token_ids(tokenizer, joined)
             if len(ids) <= max_tokens or len(taken) == 1:
                 break
             # Joined, they may have more tokens than one by one.
@@ -198,12 +202,7 @@ def chunk(tokenizer, text: str, max_tokens: int) -> list[tuple[list[int], str]]:
 
 def _count_tokens(tokenizer, parts) -> list[tuple[str, int]]:
     parts = [part for part in parts if part]
-    if not parts:
-        return []
-    encoded = tokenizer(
-        parts, add_special_tokens=False, return_attention_mask=False, verbose=False
-    )["input_ids"]
-    return list(zip(parts, map(len, encoded)))
+    return list(zip(parts, map(len, token_ids(tokenizer, parts)))) if parts else []
 
 
 def _cut_sentence(tokenizer, sentence: str, max_tokens: int) -> tuple[str, str]:
@@ -219,10 +218,6 @@ def _cut_sentence(tokenizer, sentence: str, max_tokens: int) -> tuple[str, str]:
         cut = space if space > 0 else end
         head = sentence[:cut].strip()
         # The head alone can have more tokens than the same characters inside the sentence.
-        if (
-            head
-            and len(tokenizer(head, add_special_tokens=False, verbose=False)["input_ids"])
-            <= max_tokens
-        ):
+        if head and len(token_ids(tokenizer, head)) <= max_tokens:
             return head, sentence[cut:].strip()
     return sentence[:1], sentence[1:].strip()

@@ -9,12 +9,14 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from mmldlm.data.encoders.model_files import find_model_folder, read_tokenizer
 from mmldlm.data.encoders.sentence_transformer import transformer_folder
 from mmldlm.data.encoders.specs import ENCODERS
 from mmldlm.errors import UserError
+from mmldlm.utils.paths import without_folders
 
 TRAIN, WORDS = "train", "words"
 _SPECIALS = ["[PAD]", "[UNK]", "[EOS]", "[MASK]"]
@@ -112,8 +114,6 @@ def _train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     ("##e") in the order of a hash table, which differs between runs. So a first pass without
     merges finds these characters, and the second pass gets them sorted as reserved tokens.
     """
-    from tokenizers import models, trainers
-
     if vocab_size < 256:
         raise UserError(
             "--vocab-size of at least 256", str(vocab_size), "give the size of vocabulary to train"
@@ -132,19 +132,14 @@ def _train(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     inside = sorted(
         token for token in vocabulary(_SPECIALS, 0) if token.startswith("##") and len(token) == 3
     )
-    return _complete(
-        _lower_casing(
-            models.WordPiece(vocabulary(_SPECIALS + inside, vocab_size), unk_token="[UNK]")
-        )
-    )
+    words = vocabulary(_SPECIALS + inside, vocab_size)
+    return _complete(models.WordPiece(words, unk_token="[UNK]"))
 
 
 def _words(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Give a token to every word and mark, the most frequent first; where the vocabulary ends,
     words are [UNK].
     """
-    from tokenizers import models
-
     core = _lower_casing(models.WordLevel({}, unk_token="[UNK]"))
     counts: Counter = Counter()
     for text in texts:
@@ -158,26 +153,21 @@ def _words(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
             str(vocab_size),
             "give a larger one",
         )
-    return _complete(
-        _lower_casing(
-            models.WordLevel({word: i for i, word in enumerate(vocabulary)}, unk_token="[UNK]")
-        )
-    )
+    ids = {word: i for i, word in enumerate(vocabulary)}
+    return _complete(models.WordLevel(ids, unk_token="[UNK]"))
 
 
-def _lower_casing(model):
+def _lower_casing(model: models.Model) -> Tokenizer:
     """Return a tokenizer with BERT's normalization and its cut at white space and punctuation."""
-    import tokenizers as hf
-    from tokenizers import decoders, normalizers, pre_tokenizers
-
-    core = hf.Tokenizer(model)
+    core = Tokenizer(model)
     core.normalizer = normalizers.BertNormalizer(lowercase=True)
     core.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     core.decoder = decoders.WordPiece()
     return core
 
 
-def _complete(core) -> PreTrainedTokenizerFast:
+def _complete(model: models.Model) -> PreTrainedTokenizerFast:
+    core = _lower_casing(model)
     core.add_special_tokens(_SPECIALS)
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
@@ -195,9 +185,7 @@ def identity(tokenizer: PreTrainedTokenizerFast, name: str) -> dict[str, object]
     of the vocabulary, and `sha256` the hash of its tokenizer.json.
     """
     digest = hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode("utf-8")).hexdigest()
-    if Path(name).is_dir():
-        # The folders of this machine are not part of the identity.
-        name = Path(name).resolve().name
+    name = without_folders(name)
     return {
         "key": f"{name.replace('/', '-')}-{digest[:12]}",
         "name": name,

@@ -19,15 +19,10 @@ from typing import Any
 
 import mmldlm
 from mmldlm.data.manifest import MANIFEST
-from mmldlm.data.prepare.inputs import (
-    FileIdentities,
-    diff_inputs,
-    inputs_entry,
-    with_known_versions,
-)
+from mmldlm.data.prepare.inputs import diff_inputs, inputs_entry, with_known_versions
 from mmldlm.data.prepare.options import diff_options
 from mmldlm.data.prepare.task_queue import TaskQueue
-from mmldlm.data.store import Store
+from mmldlm.data.store import FORMAT, Store
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import fsync_path, write_json
 from mmldlm.utils.formatting import is_utf8, join_some, printable
@@ -36,7 +31,7 @@ from mmldlm.utils.json_files import read_json
 from mmldlm.utils.paths import check_writable_dir
 
 PLAN = "plan.json"
-_IDENTITIES = "file_identities.json"
+IDENTITIES = "file_identities.json"
 
 
 def diff_plans(recorded: dict[str, Any], plan: dict[str, Any]) -> list[str]:
@@ -124,12 +119,6 @@ class WorkDir:
                 raise
             return None
 
-    def identities(self) -> FileIdentities:
-        """Return the identities of input files that an earlier launch has found; rank 0 saves new
-        ones.
-        """
-        return FileIdentities(self.folder / _IDENTITIES)
-
     def read_plan(self) -> dict[str, Any]:
         """Return the plan that rank 0 has written."""
         return read_json(self.folder / PLAN, "rerun the same command", 1 << 30)
@@ -146,34 +135,34 @@ class WorkDir:
         """Delete the folder, when the output is complete."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def task_paths(self, stage: str, count: int) -> list[Path]:
-        """Return the path of each task's result, a file or a folder, and create the folder of the
-        stage.
-        """
-        (self.folder / stage).mkdir(exist_ok=True)
-        return [self.folder / stage / f"{index:06d}" for index in range(count)]
-
     def run(
         self,
         stage: str,
-        paths: list[Path],
-        run_task: Callable[[int], None],
-        on_done: Callable[[int], None],
-    ) -> None:
-        """Run the tasks of a stage that have no result yet, shared by all ranks; return when all
-        tasks are done.
+        count: int,
+        run_task: Callable[[int, Path], None],
+        on_done: Callable[[int], None] = lambda task: None,
+    ) -> list[Path]:
+        """Run the tasks of a stage that have no result yet, shared by all ranks.
 
         Args:
             stage: Name of the stage, used once.
-            paths: Results of the tasks.
-            run_task: Function that writes paths[i] atomically.
+            count: Number of tasks.
+            run_task: Function that writes the result of a task, a file or a folder, atomically to
+                a path.
             on_done: Function that is called on one rank for each finished task.
+
+        Returns:
+            The path of each task's result, when all tasks are done.
         """
-        for task in self.queue.claim(stage, len(paths)):
+        folder = self.folder / stage
+        folder.mkdir(exist_ok=True)
+        paths = [folder / f"{task:06d}" for task in range(count)]
+        for task in self.queue.claim(stage, count):
             if not paths[task].exists():
-                run_task(task)
+                run_task(task, paths[task])
             on_done(task)
         self.queue.barrier(stage)
+        return paths
 
 
 QUARANTINE = "quarantine.jsonl"
@@ -314,6 +303,13 @@ def _describe_existing(root: Path, plan: dict[str, Any] | None) -> str:
         "the order or the captions of its corpus"
     ]
     return f"a store of the same options whose files have changed: {'; '.join(changes)}"
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest of a finished folder, and assert that a store opens."""
+    write_json(folder / MANIFEST, manifest)
+    if manifest["format"] == FORMAT:
+        check_readable(folder, manifest["splits"])
 
 
 def commit(partial: Path, root: Path, force: bool) -> None:

@@ -138,14 +138,19 @@ class _Hypotheses:
             self.console, self.queue, "writing hypotheses", "texts", total
         ) as progress:
             for split, count in self.counts.items():
-                starts = range(0, count, SHARD)
-                paths[split] = work.task_paths(split, len(starts))
-                sizes = [min(SHARD, count - start) for start in starts]
+                sizes = [min(SHARD, count - start) for start in range(0, count, SHARD)]
 
-                def write(i: int, split: str = split, sizes: list[int] = sizes) -> None:
-                    write_npz(paths[split][i], **self._shard(split, i * SHARD, sizes[i], judge))
+                def write(
+                    i: int, path: Path, split: str = split, sizes: list[int] = sizes
+                ) -> None:
+                    write_npz(path, **self._shard(split, i * SHARD, sizes[i], judge))
 
-                work.run(split, paths[split], write, lambda i, sizes=sizes: progress(sizes[i]))  # type: ignore[misc]
+                paths[split] = work.run(
+                    split,
+                    len(sizes),
+                    write,
+                    lambda i, sizes=sizes: progress(sizes[i]),  # type: ignore[misc]
+                )
 
         def publish() -> None:
             summaries = self._publish(work.folder / "output", paths)
