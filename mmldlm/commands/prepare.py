@@ -266,8 +266,8 @@ def _add_image_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="KIND",
         help=(
             "pixels (default), pca:M (M components of the whole image, small ones),"
-            " vae:NAME_OR_FOLDER (an AutoencoderKL) or codes:kmeans:Q (ids of Q codes of patches,"
-            " default 512)"
+            " vae:NAME_OR_FOLDER (an AutoencoderKL), codes:kmeans:Q (ids of Q codes of patches,"
+            " default 512) or codes:fsq (1,000 codes on a grid)"
         ),
     )
     add(

@@ -17,6 +17,8 @@ from mmldlm.utils.formatting import join_some
 
 # Ids are stored as uint16.
 MAX_CODES = 1 << 16
+# Levels per component of `codes:fsq`.
+FSQ_LEVELS = (8, 5, 5, 5)
 # Upper bound of the distances held in memory at once.
 _BLOCK_ELEMENTS = 1 << 22
 
@@ -27,7 +29,7 @@ class Codebook:
     same everywhere.
 
     Attributes:
-        kind: `kmeans`, or `fsq` of stores that an earlier version made.
+        kind: `kmeans` or `fsq`.
         values: Codes, uint8 [Q, D] with the D values of a patch.
         file: File of the codes, if it was read or written.
     """

@@ -5,13 +5,14 @@ codebook.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 
 from mmldlm.data import BASIS, CODEBOOK
-from mmldlm.data.codebook import Codebook, exact_dtype, nearest_codes
+from mmldlm.data.codebook import FSQ_LEVELS, Codebook, exact_dtype, nearest_codes
 from mmldlm.data.image_codec import ImageCodec
 from mmldlm.data.images import to_patches
 from mmldlm.data.prepare.options import ImageOptions
@@ -23,6 +24,8 @@ from mmldlm.utils.atomic_files import atomic_file
 _PCA_IMAGES = 16_384
 _CODE_PATCHES, _PATCHES_A_CODE = 1 << 17, 8
 _ITERATIONS = 40
+# Fraction of the patches beyond each end of the levels.
+_MARGIN = 0.01
 
 
 def fit_codec(
@@ -83,20 +86,22 @@ def _fit_basis(
 
 def _fit_codebook(options: ImageOptions, shards: ImageShards, rows: np.ndarray) -> Codebook:
     num_latents = (options.image_size // options.patch_size) ** 2
-    count = options.num_codes
-    assert count is not None
-    step = -(-len(rows) * num_latents // max(_CODE_PATCHES, _PATCHES_A_CODE * count))
+    step = -(
+        -len(rows) * num_latents // max(_CODE_PATCHES, _PATCHES_A_CODE * (options.num_codes or 0))
+    )
     images = [images for _, images in shards.blocks(rows[::step])]
     patches = to_patches(np.concatenate(images), options.patch_size)
     patches = patches.reshape(-1, patches.shape[-1])
+    if options.num_codes is None:
+        return fit_fsq(patches)
     num_distinct = len(distinct_patches(patches)[0])
-    if num_distinct < count:
+    if num_distinct < options.num_codes:
         raise UserError(
-            f"at least {count} different patches for --latents {options.latents}",
+            f"at least {options.num_codes} different patches for --latents {options.latents}",
             f"{num_distinct:,}",
             f"give codes:kmeans:{num_distinct} or fewer, a larger --patch-size, or more images",
         )
-    return fit_kmeans(patches, count, options.seed)
+    return fit_kmeans(patches, options.num_codes, options.seed)
 
 
 def _write(path: Path, array: np.ndarray) -> None:
@@ -163,6 +168,29 @@ def _first_codes(
         chosen.append(int(np.searchsorted(scores, draws.random() * scores[-1], side="right")))
         distances = np.minimum(distances, distances_to(chosen[-1]))
     return points[chosen]
+
+
+def fit_fsq(patches: np.ndarray) -> Codebook:
+    """Place codes on a grid of the four largest principal components (after FSQ, Mentzer et al.,
+    arXiv 2309.15505).
+
+    8, 5, 5 and 5 even levels from the 1st to the 99th percentile of each component, instead of
+    FSQ's learned ones.
+
+    Args:
+        patches: Patches, uint8 [M, D] with D of at least 4.
+    """
+    flat = patches.astype(np.float64)
+    mean = flat.mean(0)
+    _, vectors = np.linalg.eigh(flat.T @ flat / len(flat) - np.outer(mean, mean))
+    components = vectors[:, ::-1][:, : len(FSQ_LEVELS)].T
+    components *= np.sign(components[np.arange(len(components)), np.abs(components).argmax(1)])[
+        :, None
+    ]
+    ends = np.quantile((flat - mean) @ components.T, [_MARGIN, 1 - _MARGIN], axis=0)
+    levels = [np.linspace(low, high, count) for low, high, count in zip(*ends, FSQ_LEVELS)]
+    grid = np.array(list(product(*levels)))
+    return Codebook("fsq", np.clip(np.rint(mean + grid @ components), 0, 255).astype(np.uint8))
 
 
 def fit_components(blocks: Iterable[np.ndarray], count: int) -> tuple[np.ndarray, float]:

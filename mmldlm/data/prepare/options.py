@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mmldlm.data.codebook import MAX_CODES
+from mmldlm.data.codebook import FSQ_LEVELS, MAX_CODES
 from mmldlm.data.corpora.image_lists import DRAWN, EMOJI, GLYPHS
 from mmldlm.data.corpora.tables import TABLES
 from mmldlm.data.corpora.tar_shards import is_pattern
@@ -390,13 +390,13 @@ def check_image_options(options: ImageOptions) -> Path:
 def _check_latents(options: ImageOptions) -> None:
     if options.latents == "pixels" or options.vae is not None:
         return
-    is_codes = re.fullmatch(r"codes:kmeans:[1-9][0-9]{0,4}", options.latents)
-    if is_codes and 2 <= options.num_codes <= MAX_CODES:
+    if options.latents.startswith("codes:"):
+        _check_codes(options)
         return
     if not re.fullmatch(r"pca:[1-9][0-9]{0,5}", options.latents):
+        expected = "--latents pixels, pca:M, vae:NAME_OR_FOLDER, codes:kmeans:Q or codes:fsq"
         raise UserError(
-            "--latents pixels, pca:M, vae:NAME_OR_FOLDER, or codes:kmeans:Q with Q from 2 to"
-            f" {MAX_CODES}",
+            expected,
             options.latents,
             "give one of them, such as pixels, pca:64 or codes:kmeans:512",
         )
@@ -415,4 +415,23 @@ def _check_latents(options: ImageOptions) -> None:
             f"pca:M with M a multiple of {num_latents} latents an image and at most {num_values}",
             options.latents,
             f"give pca:{nearest}, or another --patch-size",
+        )
+
+
+def _check_codes(options: ImageOptions) -> None:
+    if not re.fullmatch(r"codes:(fsq|kmeans:[1-9][0-9]{0,4})", options.latents):
+        fix = "give a number, such as codes:kmeans:512"
+        raise UserError("--latents codes:kmeans:Q or codes:fsq", options.latents, fix)
+    if options.num_codes is not None and not 2 <= options.num_codes <= MAX_CODES:
+        raise UserError(
+            f"--latents codes:kmeans:Q with Q from 2 to {MAX_CODES}",
+            options.latents,
+            "choose another Q",
+        )
+    values = options.patch_size**2 * options.channels
+    if options.num_codes is None and values < len(FSQ_LEVELS):
+        raise UserError(
+            f"--latents codes:fsq with patches of at least {len(FSQ_LEVELS)} values",
+            f"{values} (--patch-size {options.patch_size}, --channels {options.channels})",
+            "give a larger --patch-size",
         )

@@ -1,11 +1,13 @@
-"""Codebooks: k-means finds clusters and wastes no code, a function of patches and seed."""
+"""Codebooks: k-means finds clusters and wastes no code, FSQ is a grid; both are functions of
+patches and seed.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 
-from mmldlm.data.codebook import nearest_codes
-from mmldlm.data.prepare.fit_codec import distinct_patches, fit_kmeans
+from mmldlm.data.codebook import FSQ_LEVELS, nearest_codes
+from mmldlm.data.prepare.fit_codec import distinct_patches, fit_fsq, fit_kmeans
 
 
 def patches_around(centers: np.ndarray, count: int, seed: int = 0) -> np.ndarray:
@@ -41,3 +43,15 @@ def test_more_codes_are_sharper_and_none_is_wasted():
 def test_distinct_patches_and_their_numbers():
     points, counts = distinct_patches(np.array([[1, 2], [0, 9], [1, 2]], np.uint8))
     assert points.tolist() == [[0, 9], [1, 2]] and counts.tolist() == [1, 2]
+
+
+def test_fsq_places_codes_on_a_grid_of_the_largest_components():
+    rng = np.random.default_rng(0)
+    axes = np.linalg.qr(rng.normal(size=(12, 4)))[0].T
+    spread = rng.uniform(-1, 1, (5000, 4)) * [90, 50, 30, 20]
+    patches = np.clip(np.rint(128 + spread @ axes), 0, 255).astype(np.uint8)
+    found = fit_fsq(patches)
+    assert len(found) == np.prod(FSQ_LEVELS) == 1000 and found.name == "codes:fsq"
+    error = np.sqrt(nearest_codes(patches, found.values)[1].mean())
+    assert error < 0.25 * np.sqrt(((patches - patches.mean(0)) ** 2).sum(1).mean())
+    assert len(np.unique(nearest_codes(patches, found.values)[0])) > 900

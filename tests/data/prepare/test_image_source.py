@@ -263,12 +263,13 @@ def test_components_need_images(tmp_path):
     assert pipeline.ImageCodec.open(root).name == "pca:64"
 
 
-def test_codes_are_the_same_bytes_however_the_work_is_cut(tmp_path, monkeypatch):
+@pytest.mark.parametrize("latents, codes", [("codes:kmeans:64", 64), ("codes:fsq", 1000)])
+def test_codes_are_the_same_bytes_however_the_work_is_cut(latents, codes, tmp_path, monkeypatch):
     found = []
     for shard in (256, 50):
         monkeypatch.setattr(read, "IMAGES_PER_SHARD", shard)
         options = ImageOptions(
-            str(tmp_path / f"s{shard}"), latents="codes:kmeans:64", max_samples=200, faces=2
+            str(tmp_path / f"s{shard}"), latents=latents, max_samples=200, faces=2
         )
         found.append(prepare(options))
     own = ("codebook.npy", "train/latents.npy", "validation/latents.npy")
@@ -276,7 +277,9 @@ def test_codes_are_the_same_bytes_however_the_work_is_cut(tmp_path, monkeypatch)
     root = found[0]
     train, validation = _splits(root)
     image, rows = train.manifest["image"], train.get([0, 1]).latents
-    assert verify(root) == [] and train.manifest["latent_stats"] is None and image["codes"] == 64
+    assert (
+        verify(root) == [] and train.manifest["latent_stats"] is None and image["codes"] == codes
+    )
     assert rows.shape == (2, 16, 1) and rows.dtype == np.int64 and image["grid"] == [4, 4]
     assert np.load(root / "train" / "latents.npy").dtype == np.uint16
     # The manifest's PSNR is that of the original images, which the store of pixels has.
