@@ -367,7 +367,7 @@ def test_texts_with_nul_characters_are_counted(prepare, tmp_path):
     """issue item 3: UTF-16 without a mark is no text"""
     path = tmp_path / "c.txt"
     path.write_bytes("\n".join(sentences(40)).encode("utf-16-le"))
-    refuses(prepare(path), "not_text")
+    refuses(prepare(path), "not text")
 
 
 def write_parquet(path, columns):
