@@ -29,14 +29,14 @@ mmldlm_same NNODES SLURM_NNODES "pass the nodes to sbatch: unset NNODES, or sbat
 mmldlm_same NPROC_PER_NODE SLURM_NTASKS_PER_NODE \
     "pass the ranks to sbatch: unset NPROC_PER_NODE, or sbatch --ntasks-per-node=${NPROC_PER_NODE:-}"
 mmldlm_env
+restarts=${SLURM_RESTART_COUNT:-0}
+[ "$restarts" = 0 ] || set -- "$@" training.resume=auto
 mmldlm_check "$SLURM_NTASKS" "$@"
 # One address for all tasks: with its own address every task would wait for the others.
 MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
 export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}"
 # srun does not inherit --cpus-per-task from the batch job (Slurm 22.05 and later): every rank would get one core.
 export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-1}}
-restarts=${SLURM_RESTART_COUNT:-0}
-[ "$restarts" = 0 ] || set -- "$@" training.resume=auto
 # All five variables that DeepSpeed and torch read, from Slurm's own: tasks need no discovery.
 code=0
 srun --kill-on-bad-exit=1 --label bash -c '

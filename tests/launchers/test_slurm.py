@@ -12,9 +12,10 @@ __all__ = ["venv"]
 
 
 @pytest.fixture
-def slurm(venv, store):
+def slurm(venv, store, tmp_path):
     def run(**environment):
-        words = (f"data.latent_data_root={store}", "logging.run_name=never_made")
+        words = (f"data.latent_data_root={store}", "logging.run_name=r")
+        words += (f"logging.save_dir={tmp_path}",)
         return script(venv, "slurm.sh", *words, CONFIG_NAME="tiny", **SLURM, **environment)
 
     for name, line in {
@@ -26,10 +27,14 @@ def slurm(venv, store):
     return run
 
 
-def test_an_interrupted_job_requeues_itself_and_continues(slurm):
+def test_an_interrupted_job_requeues_itself_and_continues(slurm, tmp_path):
     first = slurm(SRUN_CODE="5", REQUEUES="2")
     assert first.returncode == 5 and "asked scontrol to requeue 1" in first.stdout, first.stderr
     assert "restart 1 of at most 2" in first.stdout and "training.resume" not in first.stdout
+    # What the interrupted ranks saved, which a new run would refuse.
+    saved = tmp_path / "r" / "checkpoints" / "step_00000007"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text("{}")
     last = slurm(SRUN_CODE="5", REQUEUES="2", SLURM_RESTART_COUNT="2")
     assert last.returncode == 5 and "requeue" not in last.stdout
     assert "last word training.resume=auto" in last.stdout

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 
 import pytest
 
 from tests.support import slurm_cluster
-from tests.support.helpers import LONG, ROOT
+from tests.support.helpers import LONG, ROOT, read_log
 from tests.support.short_run import NODES, close, losses, more_words
 
 pytestmark = LONG
@@ -120,6 +121,35 @@ def test_slurm_job(cluster, store, folder, one_host, variables, slurm_variables)
     log = (folder / "job.log").read_text() if (folder / "job.log").exists() else ""
     assert done.returncode == 0, done.stdout + log[-3000:]
     close(losses(folder, "slurm_sh"), one_host)
+
+
+def test_an_interrupted_slurm_job_requeues_itself_and_continues(
+    cluster, store, folder, variables, slurm_variables
+):
+    """SIGUSR1, as before the time limit: save, exit with 5, requeue, resume, end."""
+    own = {**variables, **slurm_variables, "REQUEUES": "1"}
+    script = ["sbatch", "--parsable", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0"]
+    script += ["--cpus-per-task=1", f"--output={folder}/requeued.log", "launchers/slurm.sh"]
+    more = ["training.num_train_steps=200", "logging.save_freq=1000"]
+    started = cluster["n1"].run(
+        *script, *words(store, folder, "requeued"), *more, cwd=ROOT, env=own
+    )
+    assert started.returncode == 0, started.stdout
+    job, screen = started.stdout.strip(), folder / "requeued.log"
+    steps = folder / "requeued" / "training_log.jsonl"
+
+    def wait(reached, seconds):
+        deadline = time.monotonic() + seconds
+        while not reached():
+            assert time.monotonic() < deadline, screen.read_text()[-3000:]
+            time.sleep(0.5)
+
+    wait(lambda: steps.exists() and len(steps.read_text().splitlines()) > 3, 120)
+    cluster["n1"].run("scancel", "--signal=USR1", job, env=own)
+    wait(lambda: "restart 1 of at most 1" in screen.read_text(), 60)
+    # Slurm itself waits about two minutes before it starts a requeued job.
+    wait(lambda: "done: 200 steps" in screen.read_text(), 400)
+    assert [r["step"] for r in read_log(folder, "requeued")] == list(range(1, 201))
 
 
 def test_launch_in_a_slurm_allocation(cluster, store, folder, one_host, slurm_variables):
