@@ -38,19 +38,14 @@ def product_dtype(tensor: Tensor) -> torch.dtype:
     tensor's.
     """
     device_type = tensor.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if not tensor.is_meta and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return tensor.dtype
 
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
     """Return a context for code that casts by itself (the meta device has no autocast)."""
-    device_type = tensor.device.type
-    return (
-        torch.autocast(device_type, enabled=False)
-        if torch.amp.is_autocast_available(device_type)
-        else nullcontext()
-    )
+    return nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)
 
 
 def has_no_hooks(layer: nn.Module, *kinds: type) -> bool:

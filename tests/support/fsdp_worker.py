@@ -77,11 +77,13 @@ def observed_run(store: str, folder: str, name: str, shards: bool) -> dict:
 
 def unsharded_gradients(module: torch.nn.Module) -> int:
     """Return the elements of gradients that FSDP2 keeps whole."""
+    states = [u._get_fsdp_state() for u in module.modules() if hasattr(u, "_get_fsdp_state")]
+    # torch 2.11 had one group a unit.
     groups = [
         group
-        for unit in module.modules()
-        if hasattr(unit, "_get_fsdp_state")
-        for group in unit._get_fsdp_state()._fsdp_param_groups
+        for state in states
+        for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+        if group is not None
     ]
     gradients = [
         gradient

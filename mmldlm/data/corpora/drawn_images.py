@@ -101,7 +101,7 @@ def draw_glyph(style: str, character: str, size: int, channels: int) -> np.ndarr
 @lru_cache(maxsize=32)
 def _font(face: str, height: int) -> ImageFont.FreeTypeFont:
     path = Path(import_matplotlib().get_data_path(), "fonts", "ttf", f"{face}.ttf")
-    return ImageFont.truetype(path, height, layout_engine=ImageFont.Layout.BASIC)
+    return ImageFont.truetype(str(path), height, layout_engine=ImageFont.Layout.BASIC)
 
 
 def open_emoji(
@@ -171,7 +171,7 @@ def _open_emoji_font(path: Path) -> ImageFont.FreeTypeFont:
     if not path.is_file():
         raise UserError("the font Noto Color Emoji", f"no file {path}", _SET_UP)
     try:
-        return ImageFont.truetype(path, _STRIKE, layout_engine=ImageFont.Layout.RAQM)
+        return ImageFont.truetype(str(path), _STRIKE, layout_engine=ImageFont.Layout.RAQM)
     except OSError as error:
         raise UserError(
             f"Noto Color Emoji with its bitmaps of {_STRIKE} pixels in {path}", str(error), _SET_UP
