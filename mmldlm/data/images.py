@@ -266,9 +266,8 @@ def contact_sheet(
 
 
 def _font() -> ImageFont.FreeTypeFont:
-    return ImageFont.truetype(
-        Path(import_matplotlib().get_data_path(), "fonts", "ttf", "DejaVuSans.ttf"), _FONT
-    )
+    path = Path(import_matplotlib().get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
+    return ImageFont.truetype(str(path), _FONT)  # Pillow 10.1 takes no Path
 
 
 def _lines(caption: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
