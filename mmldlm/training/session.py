@@ -51,6 +51,7 @@ from mmldlm.training.state import Requests, TrainingState
 from mmldlm.training.step import StepContext
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.run_files import LOGS, PROFILE
 
 _MOST_EPOCHS_PER_BATCH = 100
 
@@ -133,7 +134,7 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
     """
     config, training = data.config, data.config.training
     task = find_task(config.task)
-    logs = config.run_dir() / "logs"
+    logs = config.run_dir() / LOGS
     for note in filter(
         None, (*prepare_environment(config.engine.collective_timeout, logs), hidden_gpu_note())
     ):
@@ -223,7 +224,7 @@ def _assemble(
         ),
         heartbeat=heartbeat,
         stop=stop,
-        profiler=StepProfiler(profiled, config.run_dir() / "profile", engine.rank),
+        profiler=StepProfiler(profiled, config.run_dir() / PROFILE, engine.rank),
         timer=StepTimer(task, config, engine.world_size, engine.device),
     )
 

@@ -1,4 +1,6 @@
-"""The notebooks of examples/ run from their first cell to their last, on a few sentences."""
+"""The notebooks of examples/ run from their first cell to their last, on a few sentences, and what
+they leave is what the tables of files say.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,11 @@ import json
 
 import pytest
 
+from mmldlm.checkpoints.manifest import CHECKPOINT_FILES
+from mmldlm.checkpoints.output_folder import MODEL_FOLDER_FILES
+from mmldlm.utils.run_files import RUN_FILES
 from tests.support.helpers import ROOT, rank_server
+from tests.support.run_files import without_row
 
 FOLDER = ROOT / "examples" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
@@ -32,6 +38,9 @@ def test_both_run_to_their_end(need_minilm, tmp_path):
         timeout=240,
     )
     assert code == 0, output[-4000:]
-    assert (tmp_path / "model" / "model.safetensors").is_file()
+    run = tmp_path / "runs" / "tiny"
+    assert without_row(run, RUN_FILES) == []
+    assert without_row((run / "latest").resolve(), CHECKPOINT_FILES) == []
+    assert without_row(tmp_path / "model", MODEL_FOLDER_FILES) == []
     written = output.splitlines()[-1]
     assert len(ast.literal_eval(written)) == 3, written
