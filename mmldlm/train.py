@@ -53,10 +53,14 @@ def train(data: RunData, stop: StopSignal | None = None) -> None:
     Raises:
         Interrupted: on every rank, when a signal ended the run.
     """
+    from mmldlm.observe.gpu_memory import explain_out_of_memory
     from mmldlm.training import loop
     from mmldlm.training.session import open_session
 
-    with open_session(data, stop or StopSignal()) as session:
+    with (
+        explain_out_of_memory(data.config.training.memory_snapshot),
+        open_session(data, stop or StopSignal()) as session,
+    ):
         loop.train(session)
 
 

@@ -81,6 +81,11 @@ class TrainingConfig(Section):
     """First and last step of a torch profiler trace of rank 0, written to the run's profile/
     (slows these steps).
     """
+    memory_snapshot: Annotated[bool, OnResume.IGNORE] = False
+    """Record the last 100,000 allocations of every GPU, and write those of a GPU that runs out of
+    memory to the run's profile/, for pytorch.org/memory_viz. Costs some microseconds per
+    allocation.
+    """
     resume: Annotated[str | None, IsPath(words=("auto",)), OnResume.IGNORE] = None
     """A run's `latest`, a step folder, or `auto` (newest valid checkpoint of this run; a fresh
     start if the run has none)."""

@@ -34,6 +34,7 @@ from mmldlm.engines.ema import WeightAverage
 from mmldlm.engines.optimizer import parameter_groups
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.errors import UserError
+from mmldlm.observe.gpu_memory import memory_snapshot
 from mmldlm.observe.layer_stats import LayerStatsCollector
 from mmldlm.observe.profiler import StepProfiler
 from mmldlm.observe.throughput import StepTimer
@@ -157,11 +158,13 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
     engine = build_engine(model, config, parameters)
     stop.all_have_met()
     check_precision(engine, config)
+    snapshot = config.run_dir() / PROFILE / f"memory_rank{engine.rank}.pickle"
     with (
         Heartbeat(
             engine.rank, engine.world_size, config.engine.collective_timeout, logs=logs
         ) as heartbeat,
         contextlib.ExitStack() as at_end,
+        memory_snapshot(snapshot if training.memory_snapshot else None, engine.device),
     ):
         session = _assemble(task, data, engine, heartbeat, stop)
         at_end.push(session.logger.log_end)

@@ -52,6 +52,10 @@ RUN_FILES = {
     REPORT: "the page of `mmldlm report RUN`; it needs no network",
     f"{PLOTS}/loss.png": "the loss curves, drawn at the end and by `mmldlm plot RUN`",
     f"{PROFILE}/steps_N_N_rankN.json": "the trace of `training.profile`, for ui.perfetto.dev",
+    f"{PROFILE}/memory_rankN.pickle": (
+        "with `training.memory_snapshot`, the allocations of a GPU that ran out of memory, for"
+        " pytorch.org/memory_viz"
+    ),
     f"{SKIPPED_STEPS}/step_N.json": "what `mmldlm replay` needs of a skipped step",
     f"{TENSORBOARD}/": "event files of the tracker `tensorboard`",
     "wandb/": "the record of the tracker `wandb`, which `wandb sync` uploads",

@@ -36,7 +36,7 @@ def run_cell(source: str, variables: dict[str, Any], name: str) -> None:
     """Run the source of a cell and print the value of its last expression, unless it is None."""
     lines = [
         f"run_command(f{line[1:]!r})" if line.startswith("!") else line
-        for line in source.splitlines()
+        for line in source.replace("\\\n", " ").splitlines()
     ]
     body = ast.parse("\n".join(lines), name).body
     last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
