@@ -31,6 +31,7 @@ from mmldlm.preflight.checks import (
     memory,
     network,
     processes,
+    rdma,
     resume,
     script,
     storage,
@@ -58,6 +59,7 @@ CHECK_MODULES = (
     resume,
     network,
     connections,
+    rdma,
     hosts,
 )
 
