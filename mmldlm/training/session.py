@@ -51,7 +51,7 @@ from mmldlm.training.signals import StopSignal
 from mmldlm.training.state import Requests, TrainingState
 from mmldlm.training.step import StepContext
 from mmldlm.utils.environment import int_from_env
-from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.formatting import describe_os_error, join_some
 from mmldlm.utils.run_files import LOGS, PROFILE
 
 _MOST_EPOCHS_PER_BATCH = 100
@@ -206,7 +206,7 @@ def _assemble(
     )
     guard = Guard(config.stability, training.dtype)
     run = Run(RunFolder(config.run_dir(), engine.rank == 0, state), data, task, state)
-    profiled = training.profile if engine.rank == 0 else None
+    profiled = training.profile if engine.rank in training.profile_ranks else None
     return Session(
         task=task,
         config=config,
@@ -321,6 +321,16 @@ def _compared_values(section: Section, prefix: str = "") -> dict[str, str]:
     return values
 
 
+def _check_profile_ranks(ranks: tuple[int, ...], world_size: int) -> None:
+    absent = [rank for rank in ranks if rank >= world_size]
+    if absent:
+        raise UserError(
+            f"training.profile_ranks below {world_size}, the number of ranks",
+            join_some(absent),
+            "set training.profile_ranks to ranks of this run",
+        )
+
+
 def check_run(config: Config, world_size: int) -> RunData:
     """Check everything about a run that can be checked without a GPU or another rank.
 
@@ -328,6 +338,8 @@ def check_run(config: Config, world_size: int) -> RunData:
         UserError: the first thing that is wrong.
     """
     check_engine(config, world_size)
+    if config.training.profile is not None:
+        _check_profile_ranks(config.training.profile_ranks, world_size)
     _check_temporary_folder()
     data = open_run_data(config)
     _check_batch_size(config, len(data.train_lengths))
