@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-# Exit codes of every command; docs/cheatsheet.md lists them.
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_UNCHECKED = 3
 EXIT_STABILITY = 4
 EXIT_INTERRUPTED = 5
+EXIT_CODES = {
+    EXIT_DONE: "done",
+    EXIT_FAILED: "failed, or a check found something: the last lines say what",
+    EXIT_USAGE: "what you typed, or what is there, cannot work: nothing was started",
+    EXIT_UNCHECKED: "preflight could not finish its checks",
+    EXIT_STABILITY: "stopped because the numbers stayed bad",
+    EXIT_INTERRUPTED: "interrupted after a save: `training.resume=auto` goes on",
+}
+"""Exit codes of every command and of a training, and what they mean, in Markdown."""
 
 
 class MmldlmError(Exception):

@@ -34,6 +34,7 @@ from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.own_code import report_exit_as_error
 from mmldlm.utils.paths import check_working_folder
 from mmldlm.utils.resources import threads_per_rank
+from mmldlm.utils.run_files import LOGS
 from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import keep_exit_codes
 
@@ -52,10 +53,14 @@ def train(data: RunData, stop: StopSignal | None = None) -> None:
     Raises:
         Interrupted: on every rank, when a signal ended the run.
     """
+    from mmldlm.observe.gpu_memory import explain_out_of_memory
     from mmldlm.training import loop
     from mmldlm.training.session import open_session
 
-    with open_session(data, stop or StopSignal()) as session:
+    with (
+        explain_out_of_memory(data.config.training.memory_snapshot),
+        open_session(data, stop or StopSignal()) as session,
+    ):
         loop.train(session)
 
 
@@ -95,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
         if (explained := explain_worker_error(error)) is not None:
             log_line(f"ERROR: {explained}")
         else:
-            report_traceback(error, None if config is None else config.run_dir() / "logs")
+            report_traceback(error, None if config is None else config.run_dir() / LOGS)
         # Without process-group teardown, which would block on ranks that have exited.
         return EXIT_FAILED
     leave_process_group()

@@ -9,6 +9,7 @@ from tests.support import house
 from tests.support.import_rules import ORDER
 
 PAGES = ("*.md", "docs/**/*.md", "studies/**/*.md", "examples/**/*.md", "tests/**/*.md")
+PAGES += ("examples/**/*.ipynb",)  # JSON keeps a link as it is
 
 
 @pytest.mark.parametrize("rule", house.RULES)

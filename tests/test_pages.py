@@ -20,15 +20,18 @@ import pytest
 from pydantic import Field, TypeAdapter
 
 from mmldlm import cli, errors
+from mmldlm.checkpoints.manifest import CHECKPOINT_FILES
+from mmldlm.checkpoints.output_folder import MODEL_FOLDER_FILES
 from mmldlm.config.load import all_keys, preset_names
 from mmldlm.config.section import Section
 from mmldlm.config.yaml_reader import parse_yaml
 from mmldlm.tasks.registry import TASKS, find_config_class
 from mmldlm.utils.command_parser import CommandParser
+from mmldlm.utils.run_files import RUN_FILES
 from tests.support.helpers import ROOT
 
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-FILES = (".jsonl", ".npy", ".npz", ".png", ".pt", ".py", ".safetensors", ".yaml")
+FILES = (".json", ".jsonl", ".npy", ".npz", ".png", ".pt", ".py", ".safetensors", ".yaml")
 OF_EXAMPLES = {"data.text_file"}  # keys of a task of the reader's own
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 # Of pytest, deepspeed, torchrun and Slurm.
@@ -50,6 +53,11 @@ def text_of(page: Path) -> str:
     return (
         re.sub(r"^\| .*? (?=\| )", "", text, flags=re.M) if page.name == "migration.md" else text
     )
+
+
+def in_code(files: dict[str, str]) -> dict[str, str]:
+    """A table of files with their names as code."""
+    return {f"`{name}`": text for name, text in files.items()}
 
 
 def code_blocks(text: str) -> list[str]:
@@ -233,14 +241,33 @@ def test_the_pages_make_a_site(tmp_path):
         assert (tmp_path / name / "index.html").exists(), name
     shown = (tmp_path / "reference" / "commands" / "index.html").read_text(encoding="utf-8")
     assert [verb for verb in cli.VERBS if f"mmldlm {verb}" not in shown] == []
+    files = (tmp_path / "reference" / "files" / "index.html").read_text(encoding="utf-8")
+    named = [*RUN_FILES, *CHECKPOINT_FILES, *MODEL_FOLDER_FILES]
+    assert [name for name in named if f"<code>{name}</code>" not in files] == []
+    codes = (tmp_path / "reference" / "exit_codes" / "index.html").read_text(encoding="utf-8")
+    assert re.findall(r"<td>(\d)</td>", codes) == [str(code) for code in errors.EXIT_CODES]
     keys = (tmp_path / "reference" / "config" / "index.html").read_text(encoding="utf-8")
     assert [key for key in known_keys() - OF_EXAMPLES if f"<code>{key}</code>" not in keys] == []
 
 
-def test_the_cheat_sheet_has_every_exit_code():
-    page = (ROOT / "docs" / "cheatsheet.md").read_text(encoding="utf-8")
-    codes = {str(value) for name, value in vars(errors).items() if name.startswith("EXIT_")}
-    assert set(re.findall(r"^\| (\d) \|", page, re.M)) == codes
+def test_every_exit_code_has_its_meaning():
+    names = {name for name in vars(errors) if name.startswith("EXIT_")} - {"EXIT_CODES"}
+    assert set(errors.EXIT_CODES) == {getattr(errors, name) for name in names}
+
+
+@pytest.mark.parametrize(
+    "page, rows",
+    [
+        ("cheatsheet.md", {str(code): text for code, text in errors.EXIT_CODES.items()}),
+        ("configuration.md", in_code(RUN_FILES)),
+        ("engines.md", in_code(CHECKPOINT_FILES)),
+        ("convert.md", in_code(MODEL_FOLDER_FILES)),
+    ],
+)
+def test_a_page_has_the_table_of_the_code(page, rows):
+    """The site's pages of exit codes and files are made of the same tables."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    assert "\n".join(f"| {name} | {meaning} |" for name, meaning in rows.items()) in text
 
 
 def test_mistakes_are_found(tmp_path, monkeypatch):

@@ -14,9 +14,13 @@ from typing import Any
 
 import mmldlm
 from mmldlm import cli
+from mmldlm.checkpoints.manifest import CHECKPOINT_FILES
+from mmldlm.checkpoints.output_folder import MODEL_FOLDER_FILES
 from mmldlm.config.load import all_keys, allowed_words
+from mmldlm.errors import EXIT_CODES
 from mmldlm.tasks.registry import TASKS, find_config_class
 from mmldlm.utils.command_parser import CommandParser
+from mmldlm.utils.run_files import RUN_FILES
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md")
@@ -61,6 +65,8 @@ def stage(out: Path) -> None:
         ("config", config_page),
         ("commands", commands_page),
         ("python", python_page),
+        ("exit_codes", exit_codes_page),
+        ("files", files_page),
     ):
         (reference / f"{name}.md").write_text(make(), encoding="utf-8")
 
@@ -120,6 +126,42 @@ def config_page() -> str:
             meaning = f"{description}{f' One of {words}.' if words else ''}"
             lines.append(f"| `{key}` | `{default}` | {cell(meaning)} |")
     return "\n".join(lines) + "\n"
+
+
+def exit_codes_page() -> str:
+    """Return the page of the exit codes."""
+    lines = ["# Exit codes", "", "Of every command, and of every rank of a training."]
+    lines += table("code", "means", {str(code): text for code, text in EXIT_CODES.items()})
+    lines += [
+        "",
+        "A launcher has its own where a rank was killed by a signal; `mmldlm launch` returns the",
+        "worst of its ranks'. [Troubleshooting](../docs/troubleshooting.md) goes by symptoms.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def files_page() -> str:
+    """Return the page of the files of a run, of a checkpoint and of a converted folder."""
+    lines = ["# Files", "", "N is a number, and DATE a date with the time of day."]
+    for title, files in (
+        ("A run: `{logging.save_dir}/{logging.run_name}/`", RUN_FILES),
+        ("A checkpoint: `checkpoints/step_N/`", CHECKPOINT_FILES),
+        ("What `mmldlm convert` makes of a checkpoint", MODEL_FOLDER_FILES),
+    ):
+        names = {f"`{name}`": text for name, text in files.items()}
+        lines += ["", f"## {title}", *table("name", "holds", names)]
+    lines += [
+        "",
+        "More: [a run](../docs/configuration.md#files-of-a-run),",
+        "[checkpoints](../docs/engines.md#checkpoints), [converting](../docs/convert.md).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def table(name: str, meaning: str, rows: dict[str, str]) -> list[str]:
+    """Return the lines of a table of two columns, whose texts are Markdown."""
+    head = ["", f"| {name} | {meaning} |", "|---|---|"]
+    return head + [f"| {key} | {text} |" for key, text in rows.items()]
 
 
 def commands_page() -> str:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from mmldlm.checkpoints.commit import update_link
 from mmldlm.checkpoints.locate import read_link
-from mmldlm.checkpoints.manifest import LAST_BEST, read_manifest
+from mmldlm.checkpoints.manifest import read_manifest
+from mmldlm.utils.run_files import LAST_BEST
 
 EVALUATION = "evaluation"
 """Entry of a manifest: the figures of the evaluation at the checkpoint's step."""

@@ -22,9 +22,7 @@ from typing import Any
 
 from mmldlm.checkpoints.locate import recover_interrupted_commit
 from mmldlm.checkpoints.manifest import (
-    CHECKPOINTS,
     FORMAT,
-    LATEST,
     MANIFEST,
     VERSION,
     describe_file,
@@ -34,6 +32,7 @@ from mmldlm.checkpoints.manifest import (
 from mmldlm.distributed.collectives import Ranks
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.atomic_files import fsync_path, write_text_synced
+from mmldlm.utils.run_files import CHECKPOINTS, LATEST
 
 _OWNER = re.compile(r"(?:pp_rank_|rng_state_rank|ema_rank|^__)(\d+)")
 # The first file that every rank writes in a new checkpoint.

@@ -9,19 +9,12 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmldlm.checkpoints.manifest import (
-    CHECKPOINTS,
-    LATEST,
-    LINKS,
-    MANIFEST,
-    Examination,
-    examine,
-    read_manifest,
-)
+from mmldlm.checkpoints.manifest import LINKS, MANIFEST, Examination, examine, read_manifest
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error, join_some
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.paths import path_inside
+from mmldlm.utils.run_files import CHECKPOINTS, LATEST
 
 # With pydantic, a third of the start of `mmldlm convert`.
 if TYPE_CHECKING:

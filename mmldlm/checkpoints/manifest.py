@@ -13,22 +13,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmldlm.checkpoints.files.file_io import open_regular_descriptor
+from mmldlm.data import CODEC_FILES
 from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.paths import path_inside
+from mmldlm.utils.run_files import CONFIG, LAST_BEST, LATEST
 
 # -- Names
 # -------------------------------------------------------------------------------------------------
 
 # A run
-CHECKPOINTS = "checkpoints"
-LATEST, LAST_BEST = "latest", "last_best"
 LINKS = (LATEST, LAST_BEST)
 """Links to checkpoints in a run's folder."""
 ENGINE_FOLDER = "engine"
 STATE_FILE = "training_state.json"
 MODEL_CONFIG = "model_config.json"
-RUN_CONFIG = "config.yaml"
+RUN_CONFIG = CONFIG
+MANIFEST = "manifest.json"
 
 # Files of an engine's folder: the tag folder of DeepSpeed files, as mmldlm's engine names it.
 ZERO_TAG = "zero"
@@ -49,6 +50,23 @@ CONFIG_FILE = "config.json"
 # zero_optimization.sub_group_size where a DeepSpeed config does not set it.
 SUB_GROUP_SIZE = 10**9
 
+CHECKPOINT_FILES = {
+    f"{ENGINE_FOLDER}/": (
+        "weights and moments: `model.pt` + `optimizer.pt` (single, ddp), `__*.distcp` +"
+        " `.metadata` + `trainable.json` (fsdp), `zero/*_states.pt` (DeepSpeed); written by rank 0"
+        " under single, ddp and ZeRO-0, else by every rank"
+    ),
+    f"{ENGINE_FOLDER}/ema_rankN.pt": "the moving average, sharded like the masters",
+    STATE_FILE: "steps, applied and skipped steps, samples, seed, versions",
+    "rng_state_rankN.pt": "generators of each rank (order and noise do not depend on them)",
+    RUN_CONFIG: "the config of the run",
+    MODEL_CONFIG: "the sizes of the model",
+    "tokenizer/": "the tokenizer of the store",
+    **dict.fromkeys(CODEC_FILES, "of a model of images: what turns its latents into pixels"),
+    MANIFEST: "size and checksum of every file; a folder without it is not a checkpoint",
+}
+"""Names in a folder checkpoints/step_N, and what they hold, in Markdown."""
+
 # Values of `mmldlm convert --to` other than safetensors.
 TARGETS = ("model.pt", "dcp", "universal", "zero1", "zero2", "zero3", "fsdp", "ddp")
 
@@ -56,7 +74,6 @@ TARGETS = ("model.pt", "dcp", "universal", "zero1", "zero2", "zero3", "fsdp", "d
 # -- The manifest
 # -------------------------------------------------------------------------------------------------
 
-MANIFEST = "manifest.json"
 FORMAT = "mmldlm-checkpoint"
 VERSION = 1
 _CHUNK = 4 << 20

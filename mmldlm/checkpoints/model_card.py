@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint
-from mmldlm.checkpoints.manifest import CHECKPOINTS, CONFIG_FILE, STATE_FILE
+from mmldlm.checkpoints.manifest import CONFIG_FILE, STATE_FILE
 from mmldlm.checkpoints.output_folder import CARD
 from mmldlm.config.task_names import DEFAULT_TASK, TASK_NAMES
 from mmldlm.errors import UserError
@@ -20,9 +20,9 @@ from mmldlm.utils.formatting import count_noun, printable
 from mmldlm.utils.hub import MODEL_TYPE
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.json_files import read_json
+from mmldlm.utils.run_files import CHECKPOINTS, EVALUATIONS
 
 # The figures of a run's evaluations, beside its checkpoints.
-_EVALUATIONS = "eval_log.jsonl"
 _MAX_WORD = 120
 
 
@@ -153,7 +153,7 @@ def _last_evaluation(opened: OpenedCheckpoint) -> dict[str, Any]:
     """Return the step and the finite figures of a record of eval_log.jsonl; {} without one."""
     assert opened.checkpoint is not None
     checkpoint = opened.checkpoint.resolve()
-    log = checkpoint.parent.parent / _EVALUATIONS
+    log = checkpoint.parent.parent / EVALUATIONS
     if checkpoint.parent.name != CHECKPOINTS or log.is_symlink() or opened.step is None:
         return {}
     try:

@@ -64,6 +64,23 @@ _STATES = re.compile(
 )
 CONVERSION_MARKER = "converted.json"
 CARD = "README.md"
+MODEL_FOLDER_FILES = {
+    SAFETENSORS_FILE: (
+        "the weights, with the source in the header; with `--shard-size` several files"
+        " `model-N-of-N.safetensors`, and their index"
+    ),
+    CONFIG_FILE: "the sizes of the model, which `from_pretrained` reads",
+    RUN_CONFIG: "the config of the training, without paths of the machine",
+    "tokenizer.json": "the tokenizer, for `AutoTokenizer`",
+    "tokenizer_config.json": "its class and special tokens",
+    CARD: "the model card, from the run's own figures",
+    CONVERSION_MARKER: (
+        "what was converted into what, by which `--force` knows that it may replace the folder"
+    ),
+    **dict.fromkeys(CODEC_FILES, "of a model of images: what turns its latents into pixels"),
+}
+"""Names in a folder that `mmldlm convert` makes of a checkpoint, and what they hold, in Markdown.
+"""
 _MACHINE_PATH = re.compile(r"(file:/)?(~[\w.-]*)?/[^\n]*\w[^\n]*")
 # From this number of files on one syncfs is faster than an fsync per file.
 _MANY_FILES = 32

@@ -17,7 +17,8 @@ from mmldlm.checkpoints.locate import (
     read_link,
     unreadable_error,
 )
-from mmldlm.checkpoints.manifest import LAST_BEST, LATEST, LINKS, examine
+from mmldlm.checkpoints.manifest import LINKS, examine
+from mmldlm.utils.run_files import LAST_BEST, LATEST
 
 
 def set_aside_after(run_dir: Path | str, step: int) -> list[Path]:

@@ -44,7 +44,6 @@ from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptio
 from mmldlm.checkpoints.inspect import compare, summarize
 from mmldlm.checkpoints.manifest import (
     ENGINE_FOLDER,
-    LATEST,
     SUB_GROUP_SIZE,
     TARGETS,
     ZERO_TAG,
@@ -61,6 +60,7 @@ from mmldlm.checkpoints.tensor_table import check_tensors, tensor_table
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.moments import MOMENTS
+from mmldlm.utils.run_files import LATEST
 
 MAX_WORLD_SIZE = 1 << 17
 _RNG = re.compile(r"rng_state_rank(\d+)\.pt")

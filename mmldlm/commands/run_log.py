@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED
 from mmldlm.utils import option_types
+from mmldlm.utils.run_files import REPORT
 
 _RUN_HELP = "the run's folder: {logging.save_dir}/{logging.run_name}"
 
@@ -60,7 +61,7 @@ def report(args: argparse.Namespace) -> int:
     if args.html:
         check_page_path(args.html, "--html")
     runs = read_runs([folder for folder in (args.run, args.compare) if folder is not None])
-    page = check_page_path(args.html or Path(args.run) / "report.html", "--html")
+    page = check_page_path(args.html or Path(args.run) / REPORT, "--html")
     write_page(page, report_page(runs))
     print(page)
     return EXIT_DONE

@@ -167,7 +167,7 @@ def _describe_problem(key: str, problem: Any, config_class: type[Config]) -> str
         )
     if error_type == "list_type":
         return f"; write it as a list: [{value}]"
-    if key.startswith("training.profile"):
+    if re.match(r"training\.profile(\.|$)", key):
         return "; write the first and the last step as [100,105]"
     none_is_meant = str(value).lower() in ("none", "off", "no", "false") or value == 0
     return "; null switches it off" if none_is_meant and type(None) in get_args(field) else ""

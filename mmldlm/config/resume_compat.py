@@ -12,9 +12,7 @@ from mmldlm.config.section import OnResume, Section
 from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
-
-CHECKPOINTS = "checkpoints/step_*"
-CONFIG_FILE = "config.yaml"
+from mmldlm.utils.run_files import CHECKPOINTS, CONFIG
 
 
 @dataclass
@@ -50,7 +48,7 @@ def diff_configs(checkpoint: Path, config: Config) -> ConfigDiff:
     """Compare a config with that of a checkpoint; what a key's change means is declared at its
     field (OnResume).
     """
-    path = checkpoint / CONFIG_FILE
+    path = checkpoint / CONFIG
     # A checkpoint that was converted, or made by hand, has no config.
     if not path.is_file():
         return ConfigDiff()
@@ -111,8 +109,8 @@ def configs_to_resume(config: Config) -> list[Path]:
     if resume is None:
         return []
     if resume != "auto":
-        return [Path(resume) / CONFIG_FILE]  # in a step folder, and in a run's
-    return sorted(config.run_dir().glob(f"{CHECKPOINTS}/{CONFIG_FILE}"), reverse=True)
+        return [Path(resume) / CONFIG]  # in a step folder, and in a run's
+    return sorted(config.run_dir().glob(f"{CHECKPOINTS}/step_*/{CONFIG}"), reverse=True)
 
 
 def batch_fix(global_batch: int, micro_batch: int, world_size: int) -> str | None:

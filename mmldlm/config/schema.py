@@ -78,8 +78,15 @@ class TrainingConfig(Section):
     compile_model: bool = False
     """torch.compile every block."""
     profile: Annotated[tuple[Step, Step] | None, OnResume.IGNORE] = None
-    """First and last step of a torch profiler trace of rank 0, written to the run's profile/
-    (slows these steps).
+    """First and last step of torch profiler traces, written to the run's profile/ (slows these
+    steps).
+    """
+    profile_ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], OnResume.IGNORE] = (0,)
+    """Ranks that training.profile traces; rank 0 also reports its shares of communication."""
+    memory_snapshot: Annotated[bool, OnResume.IGNORE] = False
+    """Record the last 100,000 allocations of every GPU, and write those of a GPU that runs out of
+    memory to the run's profile/, for pytorch.org/memory_viz. Costs some microseconds per
+    allocation.
     """
     resume: Annotated[str | None, IsPath(words=("auto",)), OnResume.IGNORE] = None
     """A run's `latest`, a step folder, or `auto` (newest valid checkpoint of this run; a fresh

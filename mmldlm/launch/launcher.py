@@ -17,6 +17,7 @@ from mmldlm.launch.outcome import Outcome
 from mmldlm.launch.watcher import Watcher
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.runner import run_preflight
+from mmldlm.utils.run_files import LOGS
 from mmldlm.utils.screen import print_line
 
 
@@ -114,7 +115,7 @@ def _log_folder(args: argparse.Namespace, run_dir: Path | None) -> Path:
     """Return the folder for the folders of all attempts."""
     if args.log_dir is not None:
         return Path(args.log_dir)
-    return Path("mmldlm_logs") if run_dir is None else run_dir / "logs"
+    return Path("mmldlm_logs") if run_dir is None else run_dir / LOGS
 
 
 def create_log_dir(folder: Path) -> Path:

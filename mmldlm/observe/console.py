@@ -24,6 +24,7 @@ from rich.text import Text
 
 from mmldlm.tasks.base import Metric
 from mmldlm.utils.formatting import fold, format_duration, printable
+from mmldlm.utils.run_files import LATEST_LOG, LOGS
 from mmldlm.utils.screen import PlainConsole, open_console
 
 # Fields of a step's record in a line: key, label, format.
@@ -35,7 +36,6 @@ _FIELDS = (
     ("mfu", "mfu", ".1%"),
     ("data_share", "data wait", ".0%"),
 )
-LATEST_LOG = "latest.log"
 _PACE_STEPS = 100  # steps from which the time left is estimated
 _REFRESH_SECONDS = 0.1
 _PLAIN_SECONDS = 30.0  # between two plain lines of an evaluation
@@ -45,7 +45,7 @@ _INDENT = " " * 9  # width of the label of a message: `model    `, `data     `
 
 def train_log_path(run_dir: str | Path, node: int = 0) -> Path:
     """Return logs/train_YYYYMMDD_HHMMSS_node{n}.log in the run's folder, in local time."""
-    return Path(run_dir) / "logs" / f"train_{datetime.now():%Y%m%d_%H%M%S}_node{node}.log"
+    return Path(run_dir) / LOGS / f"train_{datetime.now():%Y%m%d_%H%M%S}_node{node}.log"
 
 
 def link_latest(log: Path) -> None:

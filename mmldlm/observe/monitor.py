@@ -19,8 +19,9 @@ from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.errors import EXIT_DONE, EXIT_INTERRUPTED
 from mmldlm.observe.console import format_step
 from mmldlm.observe.jsonl_log import LogTail, is_event
-from mmldlm.observe.plots import LOG_NAME, find_log
+from mmldlm.observe.plots import find_log
 from mmldlm.utils.formatting import for_screen, format_duration
+from mmldlm.utils.run_files import CONFIG, EVENTS, STEPS
 
 _MAX_EVENTS = 10_000
 # Suffix of the key that JsonlLog writes next to a value that JSON cannot hold.
@@ -224,7 +225,7 @@ def _is_valid(event: dict[str, Any]) -> bool:
 
 
 def _total_steps(run_dir: Path) -> int | None:
-    path = run_dir / "config.yaml"
+    path = run_dir / CONFIG
     if not path.is_file():
         return None
     training = read_yaml(path).get("training")
@@ -266,8 +267,8 @@ def follow(
     Raises:
         UserError: the folder is not that of a run.
     """
-    tail = LogTail(find_log(run_dir, LOG_NAME), keep=2 * window + 1)
-    events = LogTail(run_dir / "events.jsonl", _is_valid, _is_monitored, keep=_MAX_EVENTS)
+    tail = LogTail(find_log(run_dir, STEPS), keep=2 * window + 1)
+    events = LogTail(run_dir / EVENTS, _is_valid, _is_monitored, keep=_MAX_EVENTS)
     health, was_unhealthy = Health(), None
     try:
         while True:

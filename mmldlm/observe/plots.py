@@ -11,10 +11,8 @@ from typing import Any, NamedTuple
 from mmldlm.errors import UserError
 from mmldlm.observe.jsonl_log import is_step, iterate_records
 from mmldlm.utils.figures import new_figure, save_figure
+from mmldlm.utils.run_files import EVALUATIONS, EVENTS, PLOTS, STEPS
 
-LOG_NAME = "training_log.jsonl"
-EVAL_NAME = "eval_log.jsonl"
-EVENTS_NAME = "events.jsonl"
 # Points of a curve: a longer log is drawn in means of several steps, in memory that does not grow.
 MOST_POINTS = 10_000
 _MARKERS = "os^Dv"
@@ -52,7 +50,7 @@ _OLD_CURVES = (
 
 def loss_curves(run_dir: str | Path) -> list[LossCurve]:
     """Return the parts of the loss of a run, as it last started or resumed."""
-    path = Path(run_dir) / EVENTS_NAME
+    path = Path(run_dir) / EVENTS
     declared = None
     for record in iterate_records(path) if path.is_file() else ():
         if isinstance(record.get("losses"), list):
@@ -79,7 +77,7 @@ def find_log(run_dir: str | Path, name: str) -> Path:
     return path
 
 
-def load_steps(run_dir: str | Path, name: str = LOG_NAME) -> list[dict[str, Any]]:
+def load_steps(run_dir: str | Path, name: str = STEPS) -> list[dict[str, Any]]:
     """Return the step records of a run's log, sorted by step.
 
     Raises:
@@ -98,7 +96,7 @@ def require_steps(run_dir: str | Path) -> None:
     Raises:
         UserError: no log, or a log without a step.
     """
-    path = find_log(run_dir, LOG_NAME)
+    path = find_log(run_dir, STEPS)
     if not any(map(is_step, iterate_records(path))):
         raise _no_step(path)
 
@@ -155,7 +153,7 @@ def load_points(run_dir: str | Path, keys: Iterable[str], most: int | None = Non
     """
     keys, stride, most = list(keys), 1, most or MOST_POINTS
     points: list[Point] = []
-    path = find_log(run_dir, LOG_NAME)
+    path = find_log(run_dir, STEPS)
     for record in iterate_records(path):
         if not is_step(record):
             continue
@@ -192,7 +190,7 @@ def _in_pairs(points: list[Point]) -> list[Point]:
 
 def plot_path(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """Return the image that `plot_run` writes."""
-    return Path(out) if out else Path(run_dir) / "plots" / "loss.png"
+    return Path(out) if out else Path(run_dir) / PLOTS / "loss.png"
 
 
 def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool = False) -> Path:
@@ -212,9 +210,9 @@ def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool
     curves = loss_curves(run_dir)
     keys = ["loss", *(curve.name for curve in curves), "grad_norm", "lr"]
     points = load_points(run_dir, keys)
-    eval_log = Path(run_dir) / EVAL_NAME  # empty until the first evaluation
+    eval_log = Path(run_dir) / EVALUATIONS  # empty until the first evaluation
     evals = (
-        load_steps(run_dir, EVAL_NAME) if eval_log.is_file() and eval_log.stat().st_size else []
+        load_steps(run_dir, EVALUATIONS) if eval_log.is_file() and eval_log.stat().st_size else []
     )
     path = plot_path(run_dir, out)
 

@@ -17,8 +17,6 @@ from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.errors import MmldlmError
 from mmldlm.observe.jsonl_log import is_event, is_step, iterate_records
 from mmldlm.observe.plots import (
-    EVAL_NAME,
-    EVENTS_NAME,
     LossCurve,
     Point,
     load_points,
@@ -27,8 +25,8 @@ from mmldlm.observe.plots import (
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.paths import path_inside
+from mmldlm.utils.run_files import CONFIG, EVALUATIONS, EVENTS, PREFLIGHT, SAMPLES
 
-CONFIG_NAME, RECEIPT_NAME, SAMPLES_NAME = "config.yaml", "preflight.json", "samples.jsonl"
 MOST_POINTS = 500  # of a curve on a page
 MOST_EVENTS = 200
 MOST_EVALUATIONS = 10_000
@@ -110,13 +108,13 @@ def _read_run(folder: Path, name: str) -> RunRecord:
     num_events: Counter[str] = Counter()
     events: deque[dict[str, Any]] = deque(maxlen=MOST_EVENTS)
     steps: dict[str, list[int]] = {"resume": [], "rollback": []}
-    for event in filter(is_event, _records(folder / EVENTS_NAME)):
+    for event in filter(is_event, _records(folder / EVENTS)):
         kind = event["event"]
         num_events[kind] += 1
         events.append(event)
         if kind in steps:
             steps[kind].append(event.get("step", 0))
-    evaluations = deque(filter(is_step, _records(folder / EVAL_NAME)), MOST_EVALUATIONS)
+    evaluations = deque(filter(is_step, _records(folder / EVALUATIONS)), MOST_EVALUATIONS)
     return RunRecord(
         folder,
         name,
@@ -128,8 +126,8 @@ def _read_run(folder: Path, name: str) -> RunRecord:
         list(events),
         steps["resume"],
         steps["rollback"],
-        _config(folder / CONFIG_NAME),
-        _environment(folder / RECEIPT_NAME),
+        _config(folder / CONFIG),
+        _environment(folder / PREFLIGHT),
         [_checkpoint(step, path) for step, path in list_checkpoints(folder)],
     )
 
@@ -148,7 +146,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _samples(folder: Path) -> list[SampleRecord]:
-    sampled = list(deque(filter(is_step, _records(folder / SAMPLES_NAME)), MOST_EVALUATIONS))
+    sampled = list(deque(filter(is_step, _records(folder / SAMPLES)), MOST_EVALUATIONS))
     last = len(sampled) - 1
     chosen = sorted({round(part * last / (MOST_SAMPLED - 1)) for part in range(MOST_SAMPLED)})
     samples = []

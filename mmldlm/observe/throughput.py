@@ -5,6 +5,7 @@ time, peak memory.
 from __future__ import annotations
 
 import contextlib
+import re
 import resource
 import sys
 import time
@@ -120,11 +121,13 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 # Dense peak of one device, TFLOP/s: (bf16, fp32 outside tensor cores). Sources: NVIDIA's data
-# sheets of the H100 and H200 Tensor Core GPUs (2024), the A100 (2022) and the L40S (2023); figures
-# given with sparsity are halved. Names as torch.cuda.get_device_name has them; the longest that
-# fits counts. Devices of which no sheet was at hand are left out: logging.peak_tflops names
-# theirs.
+# sheets of the H100 and H200 Tensor Core GPUs (2024), the A100 (2022), the L4 and L40S (2023) and
+# Blackwell (2024), AMD's of the MI300X (2023); figures given with sparsity are halved. Names are
+# whole words of what torch.cuda.get_device_name returns; the longest that fits counts. Of these
+# devices mmldlm has run on the H200 alone. logging.peak_tflops names the peak of others.
 PEAK_TFLOPS = {
+    "GB200": (2500.0, 80.0),
+    "B200": (2250.0, 75.0),
     "H200": (989.4, 66.9),
     "H200 NVL": (835.5, 60.0),
     "H100 PCIe": (756.0, 51.2),
@@ -132,6 +135,8 @@ PEAK_TFLOPS = {
     "H100": (989.4, 66.9),
     "A100": (312.0, 19.5),
     "L40S": (362.0, 91.6),
+    "L4": (121.0, 30.3),
+    "MI300X": (1307.4, 163.4),
 }
 
 
@@ -149,6 +154,6 @@ def peak_flops(
     if override_tflops is not None:
         return override_tflops * 1e12
     for name in sorted(PEAK_TFLOPS, key=len, reverse=True):
-        if device_name is not None and name in device_name:
+        if device_name is not None and re.search(rf"\b{name}\b", device_name):
             return PEAK_TFLOPS[name][dtype == "fp32"] * 1e12
     return None

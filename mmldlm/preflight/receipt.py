@@ -18,9 +18,9 @@ from mmldlm.preflight.checks.versions import code, versions
 from mmldlm.preflight.report import failing_nodes
 from mmldlm.utils.atomic_files import write_bytes
 from mmldlm.utils.input_files import read_bytes, read_text
+from mmldlm.utils.run_files import PREFLIGHT
 
 FORMAT, VERSION = "mmldlm-preflight", 1
-NAME = "preflight.json"
 STALE_DAYS = 7
 
 
@@ -107,7 +107,7 @@ def read(run_dir: Path) -> dict | None:
         ValueError: a value that is read back is missing or of another type.
     """
     try:
-        receipt = json.loads(read_text(run_dir / NAME))
+        receipt = json.loads(read_text(run_dir / PREFLIGHT))
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(receipt, dict) or receipt.get("format") != FORMAT:
@@ -172,6 +172,6 @@ def log_receipt(config: Config, world_size: int, folder) -> None:
         reasons = [f"it cannot be read ({type(error).__name__}: {error})"]
     if reasons:
         folder.warning(
-            f"{NAME} does not apply to this run: {'; '.join(reasons)}. `mmldlm preflight` writes a"
-            " new one"
+            f"{PREFLIGHT} does not apply to this run: {'; '.join(reasons)}. `mmldlm preflight`"
+            " writes a new one"
         )

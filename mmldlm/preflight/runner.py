@@ -32,6 +32,7 @@ from mmldlm.preflight.checks import (
     memory,
     network,
     processes,
+    rdma,
     resume,
     script,
     storage,
@@ -41,6 +42,7 @@ from mmldlm.preflight.context import Context
 from mmldlm.preflight.report import exit_code, failing_nodes, print_report
 from mmldlm.tasks.registry import load_config
 from mmldlm.utils.formatting import count_noun
+from mmldlm.utils.run_files import PASSING_NODES, PREFLIGHT
 
 # Order of the checks of one level, in reports and in docs/preflight.md.
 CHECK_MODULES = (
@@ -58,11 +60,11 @@ CHECK_MODULES = (
     resume,
     network,
     connections,
+    rdma,
     hosts,
 )
 
 AGENT = "mmldlm.preflight.agent"
-PASSING_NODES = "passing_nodes.txt"
 HEAD_PROBES = ("gpus", "memory", "network", "resolve", "checkpoints")
 
 
@@ -283,7 +285,7 @@ def write_receipts(
         and not (context.options.only or context.options.skip)
     ):
         try:
-            receipt.write(created, context.config.run_dir() / receipt.NAME)
+            receipt.write(created, context.config.run_dir() / PREFLIGHT)
             if len(context.nodes) > 1:
                 write_passing_nodes(context, results, context.config.run_dir() / PASSING_NODES)
         except OSError as error:

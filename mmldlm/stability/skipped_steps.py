@@ -25,9 +25,9 @@ from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import read_json, to_json
+from mmldlm.utils.run_files import SKIPPED_STEPS
 from mmldlm.utils.validation import describe_problems
 
-SKIPPED_STEPS_DIR = "forensics"
 _RECORD = re.compile(r"step_(\d{8,})\.json")
 MAX_RECORDS = 200
 """Maximum number of records per run; later skips are reported in its events only."""
@@ -66,7 +66,7 @@ def save_skipped_step(run_dir: Path, case: dict) -> Path | None:
     Raises:
         OSError: the record cannot be written.
     """
-    folder = run_dir / SKIPPED_STEPS_DIR
+    folder = run_dir / SKIPPED_STEPS
     folder.mkdir(exist_ok=True)
     path = folder / f"step_{case['step']:08d}.json"
     if not path.exists() and len(list(folder.glob("step_*.json"))) >= MAX_RECORDS:
@@ -82,7 +82,7 @@ def load_skipped_step(run_dir: Path, event: str) -> dict:
         UserError: no such record; the existing ones are listed.
         OSError: the folder of the records cannot be read.
     """
-    folder = run_dir / SKIPPED_STEPS_DIR
+    folder = run_dir / SKIPPED_STEPS
     records = sorted(
         (int(name[1]), path)
         for path in (folder.iterdir() if folder.is_dir() else ())

@@ -19,7 +19,7 @@ from mmldlm.checkpoints.resume import ResumeReader
 from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.config.renamed_keys import with_new_names
-from mmldlm.config.resume_compat import CONFIG_FILE, batch_fix
+from mmldlm.config.resume_compat import batch_fix
 from mmldlm.config.schema import Config, OptimizerConfig
 from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.engines.base import Engine, persistent_buffers
@@ -33,6 +33,7 @@ from mmldlm.utils.atomic_files import naming_errors
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import open_regular, read_bytes
 from mmldlm.utils.json_files import plain_value
+from mmldlm.utils.run_files import CONFIG
 
 _MAX_FILE_BYTES = 1 << 30  # size of a file of the data that every checkpoint holds
 
@@ -78,7 +79,7 @@ def describe_rate_jump(checkpoint: Path, config: Config, state: TrainingState) -
     A longer schedule is stretched: the rate of a run that had reached its end rises again.
     """
     try:
-        saved = with_new_names(read_yaml(checkpoint / CONFIG_FILE))
+        saved = with_new_names(read_yaml(checkpoint / CONFIG))
         optimizer = OptimizerConfig(**saved["optimizer"])
         before = learning_rate(
             state.applied_steps, int(saved["training"]["num_train_steps"]), optimizer
@@ -219,7 +220,7 @@ def read_files_to_keep(run: Run) -> dict[str, bytes]:
     """
     model_config = run.task.model_config(run.data)
     texts = {
-        CONFIG_FILE: to_yaml(with_absolute_paths(run.config)),
+        CONFIG: to_yaml(with_absolute_paths(run.config)),
         MODEL_CONFIG: json.dumps(model_config, indent=2, default=plain_value) + "\n",
     }
     files = {

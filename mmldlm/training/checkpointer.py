@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import torch
 
 from mmldlm.checkpoints import best, commit, locate, retention
-from mmldlm.checkpoints.manifest import ENGINE_FOLDER, LAST_BEST, is_as_saved
+from mmldlm.checkpoints.manifest import ENGINE_FOLDER, is_as_saved
 from mmldlm.checkpoints.resume import ResumeReader, open_training_state
 from mmldlm.checkpoints.tensor_table import tensor_table
-from mmldlm.config.resume_compat import CONFIG_FILE, check_resume_config
+from mmldlm.config.resume_compat import check_resume_config
 from mmldlm.engines.base import Engine
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.errors import MmldlmError, UserError
@@ -40,9 +40,9 @@ from mmldlm.training.checkpoint_contents import (
 )
 from mmldlm.training.run_folder import Run
 from mmldlm.utils.formatting import did_you_mean
+from mmldlm.utils.run_files import CONFIG, LAST_BEST, SAVE_REQUEST
 
 T = TypeVar("T")
-SAVE_REQUEST_FILE = "save_now"
 # Attempts of a run that is about to end, and seconds between them.
 FINAL_SAVE_RETRIES, FINAL_SAVE_BACKOFF = 3, 20.0
 _OTHER_WAYS = (
@@ -166,10 +166,9 @@ class Checkpointer:
         return notes
 
     def _changes(self, checkpoint: Path) -> list[str]:
-        if not is_as_saved(checkpoint, CONFIG_FILE):
+        if not is_as_saved(checkpoint, CONFIG):
             return [
-                f"{checkpoint / CONFIG_FILE} is damaged: changes of the config since then are"
-                " unknown"
+                f"{checkpoint / CONFIG} is damaged: changes of the config since then are unknown"
             ]
         return [
             f"changed since the checkpoint: {change}"
@@ -272,7 +271,7 @@ class Checkpointer:
     def save_requested(self) -> bool:
         """Whether the run's folder has a file `save_now` (checked by rank 0). Not collective."""
         # Unlike Path.exists, lexists raises nothing.
-        return self.is_main and os.path.lexists(self.run_dir / SAVE_REQUEST_FILE)
+        return self.is_main and os.path.lexists(self.run_dir / SAVE_REQUEST)
 
     @property
     def has_uncommitted(self) -> bool:
@@ -317,10 +316,10 @@ class Checkpointer:
     def _clear_save_request(self) -> None:
         """Delete the request on rank 0; a failure costs further checkpoints, not the run."""
         try:
-            (self.run_dir / SAVE_REQUEST_FILE).unlink(missing_ok=True)
+            (self.run_dir / SAVE_REQUEST).unlink(missing_ok=True)
         except OSError as error:
             self.folder.warning(
-                f"{self.run_dir / SAVE_REQUEST_FILE} could not be deleted; it will trigger another"
+                f"{self.run_dir / SAVE_REQUEST} could not be deleted; it will trigger another"
                 f" save: {error}"
             )
 

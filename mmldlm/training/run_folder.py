@@ -42,8 +42,8 @@ from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import describe_os_error, first_line
 from mmldlm.utils.input_files import read_bytes
+from mmldlm.utils.run_files import CONFIG, EVALUATIONS, EVENTS, LAYERS, LOCK, SAMPLES, STEPS
 
-CONFIG, LOCK = "config.yaml", ".lock"
 # Seconds of watching without a renewal after which a holder on another host counts as dead.
 STALE_AFTER = 180.0
 RENEW_INTERVAL = 20.0  # seconds between two renewals, at least
@@ -333,15 +333,6 @@ def _process_start_time(pid: int) -> str | None:
         return None if state in "ZX" else fields[18]
     except (OSError, IndexError):
         return None
-
-
-STEPS, EVALUATIONS, SAMPLES, LAYERS, EVENTS = (
-    "training_log.jsonl",
-    "eval_log.jsonl",
-    "samples.jsonl",
-    "gradient_log.jsonl",
-    "events.jsonl",
-)
 
 
 class RunFolder:

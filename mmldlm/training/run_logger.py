@@ -16,7 +16,6 @@ import numpy as np
 from mmldlm.checkpoints.best import is_higher_better
 from mmldlm.checkpoints.commit import try_longest
 from mmldlm.checkpoints.init_from import InitReport
-from mmldlm.checkpoints.manifest import LAST_BEST, LATEST
 from mmldlm.config.load import with_absolute_paths
 from mmldlm.engines.base import Engine
 from mmldlm.errors import (
@@ -33,20 +32,21 @@ from mmldlm.observe.plots import LossCurve, plot_run
 from mmldlm.stability.skipped_steps import bad_micro_batches, save_skipped_step
 from mmldlm.tasks.base import ValidationRun
 from mmldlm.training.checkpoint_contents import engine_folders
-from mmldlm.training.run_folder import (
-    EVALUATIONS,
-    LAYERS,
-    SAMPLES,
-    STEPS,
-    Run,
-    check_no_checkpoints,
-)
+from mmldlm.training.run_folder import Run, check_no_checkpoints
 from mmldlm.training.start_summary import setting_warnings, summary
 from mmldlm.training.state import StepReport
 from mmldlm.utils.atomic_files import atomic_file
 from mmldlm.utils.formatting import closing_lines, count_noun, first_line, join_some
+from mmldlm.utils.run_files import (
+    EVALUATIONS,
+    LAST_BEST,
+    LATEST,
+    LAYERS,
+    SAMPLED_IMAGES,
+    SAMPLES,
+    STEPS,
+)
 
-PICTURES = "samples"  # folder of sampled images
 _SHOWN_LETTERS = 160  # of a sample on the screen
 
 
@@ -351,7 +351,7 @@ class RunLogger:
         for number, sample in enumerate(samples):
             record = {"kind": sample.kind, "reference": sample.reference}
             if sample.image is not None:
-                name = f"{PICTURES}/step_{step:08d}_{number}.png"
+                name = f"{SAMPLED_IMAGES}/step_{step:08d}_{number}.png"
                 self._write_picture(name, sample.image)
                 record["image"] = name
                 pixels = sample.image.repeat(3, 2) if sample.image.shape[2] == 1 else sample.image

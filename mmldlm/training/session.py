@@ -34,6 +34,7 @@ from mmldlm.engines.ema import WeightAverage
 from mmldlm.engines.optimizer import parameter_groups
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.errors import UserError
+from mmldlm.observe.gpu_memory import memory_snapshot
 from mmldlm.observe.layer_stats import LayerStatsCollector
 from mmldlm.observe.profiler import StepProfiler
 from mmldlm.observe.throughput import StepTimer
@@ -50,7 +51,8 @@ from mmldlm.training.signals import StopSignal
 from mmldlm.training.state import Requests, TrainingState
 from mmldlm.training.step import StepContext
 from mmldlm.utils.environment import int_from_env
-from mmldlm.utils.formatting import describe_os_error
+from mmldlm.utils.formatting import describe_os_error, join_some
+from mmldlm.utils.run_files import LOGS, PROFILE
 
 _MOST_EPOCHS_PER_BATCH = 100
 
@@ -133,7 +135,7 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
     """
     config, training = data.config, data.config.training
     task = find_task(config.task)
-    logs = config.run_dir() / "logs"
+    logs = config.run_dir() / LOGS
     for note in filter(
         None, (*prepare_environment(config.engine.collective_timeout, logs), hidden_gpu_note())
     ):
@@ -156,11 +158,13 @@ def open_session(data: RunData, stop: StopSignal) -> Iterator[Session]:
     engine = build_engine(model, config, parameters)
     stop.all_have_met()
     check_precision(engine, config)
+    snapshot = config.run_dir() / PROFILE / f"memory_rank{engine.rank}.pickle"
     with (
         Heartbeat(
             engine.rank, engine.world_size, config.engine.collective_timeout, logs=logs
         ) as heartbeat,
         contextlib.ExitStack() as at_end,
+        memory_snapshot(snapshot if training.memory_snapshot else None, engine.device),
     ):
         session = _assemble(task, data, engine, heartbeat, stop)
         at_end.push(session.logger.log_end)
@@ -202,7 +206,7 @@ def _assemble(
     )
     guard = Guard(config.stability, training.dtype)
     run = Run(RunFolder(config.run_dir(), engine.rank == 0, state), data, task, state)
-    profiled = training.profile if engine.rank == 0 else None
+    profiled = training.profile if engine.rank in training.profile_ranks else None
     return Session(
         task=task,
         config=config,
@@ -223,7 +227,7 @@ def _assemble(
         ),
         heartbeat=heartbeat,
         stop=stop,
-        profiler=StepProfiler(profiled, config.run_dir() / "profile", engine.rank),
+        profiler=StepProfiler(profiled, config.run_dir() / PROFILE, engine.rank),
         timer=StepTimer(task, config, engine.world_size, engine.device),
     )
 
@@ -317,6 +321,16 @@ def _compared_values(section: Section, prefix: str = "") -> dict[str, str]:
     return values
 
 
+def _check_profile_ranks(ranks: tuple[int, ...], world_size: int) -> None:
+    absent = [rank for rank in ranks if rank >= world_size]
+    if absent:
+        raise UserError(
+            f"training.profile_ranks below {world_size}, the number of ranks",
+            join_some(absent),
+            "set training.profile_ranks to ranks of this run",
+        )
+
+
 def check_run(config: Config, world_size: int) -> RunData:
     """Check everything about a run that can be checked without a GPU or another rank.
 
@@ -324,6 +338,8 @@ def check_run(config: Config, world_size: int) -> RunData:
         UserError: the first thing that is wrong.
     """
     check_engine(config, world_size)
+    if config.training.profile is not None:
+        _check_profile_ranks(config.training.profile_ranks, world_size)
     _check_temporary_folder()
     data = open_run_data(config)
     _check_batch_size(config, len(data.train_lengths))

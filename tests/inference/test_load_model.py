@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import sys
+import tomllib
 
 import pytest
 
 from mmldlm.cli import main as command
 from mmldlm.errors import UserError
 from mmldlm.inference.load import load_pretrained
+from tests.support.helpers import ROOT, launch
 
 
 @pytest.fixture
@@ -151,3 +154,24 @@ def test_the_tokenizer_of_a_folder_of_an_earlier_version_is_found(folder):
     for path in folder.glob("tokenizer*.json"):
         path.rename(folder / "tokenizer" / path.name)
     assert load_pretrained(folder).tokenizer.get_vocab() == expected
+
+
+def test_models_are_used_without_what_only_a_training_needs(checkpoint):
+    """What docs/usage.md installs is enough: the other requirements cannot be imported here."""
+    page = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
+    installed = set(re.search(r"install -c constraints.txt (torch tr.*)", page)[1].split())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    required = {re.match(r"[\w-]+", line)[0] for line in project["dependencies"]}
+    imports = {"nvidia-ml-py": "pynvml"}
+    left_out = [imports.get(name, name) for name in required - installed]
+    assert installed < required and "deepspeed" in left_out
+    script = f"""
+import sys
+sys.modules |= dict.fromkeys({left_out})
+import mmldlm
+model = mmldlm.load({str(checkpoint)!r})
+assert len(model.decode([[1.0] * 6], num_steps=2)) == len(model.encode(["word1"])) == 1
+from mmldlm.commands import convert, sample
+"""
+    done = launch([sys.executable, "-c", script])
+    assert done.returncode == 0, done.stdout

@@ -198,7 +198,9 @@ sys.exit(train.main([word.replace("STORE", f"store{os.environ['RANK']}") for wor
 
 
 def test_ranks_may_keep_the_data_in_different_folders(store, tmp_path):
-    """torchrun per node, with node-local copies of the data: the paths differ, the run trains."""
+    """torchrun per node, with node-local copies of the data: the paths differ, the run trains, and
+    the second rank writes its trace.
+    """
     script = tmp_path / "node_local.py"
     script.write_text(RANKS_WITH_PATHS_OF_THEIR_OWN)
     for rank in range(2):
@@ -206,5 +208,8 @@ def test_ranks_may_keep_the_data_in_different_folders(store, tmp_path):
     words = train_words(
         tmp_path / "STORE", tmp_path, "run", "engine.zero_stage=2", "training.num_train_steps=2"
     )
+    words += ["training.profile=[2,2]", "training.profile_ranks=[1]"]
     done = run_ranks(2, script, *words, timeout=240)
     assert done.returncode == 0 and len(read_log(tmp_path, "run")) >= 2, done.stdout[-3000:]
+    traces = [path.name for path in (tmp_path / "run" / "profile").iterdir()]
+    assert traces == ["steps_2_2_rank1.json"]

@@ -162,6 +162,15 @@ def test_batches_that_do_not_add_up_are_refused_by_the_head(store, tmp_path, cap
     assert "train_batch_size=50" in capsys.readouterr().err
 
 
+def test_a_rank_to_trace_that_is_not_there(store, tmp_path, capsys):
+    from mmldlm.cli import main
+
+    words = train_words(store, tmp_path / "runs", "run", "training.profile=[1,2]")
+    assert main(["train", "--nproc", "2", *words, "training.profile_ranks=[1,8]"]) == 2
+    error = capsys.readouterr().err
+    assert "below 2" in error and "found: 8" in error
+
+
 def test_a_used_folder_is_not_overwritten(store, tmp_path, capsys):
     from mmldlm.train import main
 

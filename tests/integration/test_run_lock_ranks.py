@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from mmldlm.training.run_folder import LOCK
+from mmldlm.utils.run_files import LOCK
 from tests.support.helpers import ROOT, environment, read_log, run_ranks, train_words
 
 RANK = """

@@ -9,7 +9,6 @@ import pytest
 
 from mmldlm.observe import console as module
 from mmldlm.observe.console import (
-    LATEST_LOG,
     Console,
     format_step,
     link_latest,
@@ -18,6 +17,7 @@ from mmldlm.observe.console import (
 )
 from mmldlm.tasks.translation.task import TranslationTask
 from mmldlm.utils.formatting import format_duration
+from mmldlm.utils.run_files import LATEST_LOG
 
 RECORD = {
     "loss": 3.21,

@@ -139,5 +139,9 @@ def test_peaks_are_known_or_not_given():
     assert (
         peak_flops("NVIDIA H200 NVL", "fp16") == peak_flops("NVIDIA H200 NVL", "bf16") == 835.5e12
     )
+    assert peak_flops("NVIDIA GB200", "bf16") == 2.5e15
+    assert peak_flops("NVIDIA B200", "bf16") == 2.25e15
+    assert peak_flops("NVIDIA L4", "fp32") == 30.3e12 and peak_flops("NVIDIA L40", "fp32") is None
+    assert peak_flops("AMD Instinct MI300X", "bf16") == 1307.4e12
     assert peak_flops(None, "bf16") is None and peak_flops("Some GPU 1", "bf16") is None
     assert peak_flops(None, "bf16", 2.5) == 2.5e12

@@ -13,6 +13,7 @@ from mmldlm.commands import preflight
 from mmldlm.errors import UserError
 from mmldlm.preflight import receipt
 from mmldlm.tasks.registry import load_config
+from mmldlm.utils.run_files import PREFLIGHT
 
 
 def run(tmp_path, *words, capsys=None):
@@ -38,7 +39,7 @@ def test_a_machine_alone_passes_and_train_finds_its_receipt(store, tmp_path, mon
     assert code == 0, capsys.readouterr().out
     assert found["world_size"] == 1 and found["failing_nodes"] == [] and found["config_sha256"]
     config = load_config("tiny", None, words[2:])
-    receipt.write(found, config.run_dir() / receipt.NAME)
+    receipt.write(found, config.run_dir() / PREFLIGHT)
     assert receipt.staleness_reasons(config, 1) == []
     resumed = load_config("tiny", None, [*words[2:], "training.resume=auto"])
     assert receipt.staleness_reasons(resumed, 1) == []
@@ -131,12 +132,12 @@ def test_train_records_the_receipt_and_warns_of_a_stale_one(store, tmp_path):
     receipt.log_receipt(config, 1, folder)
     assert folder.warnings == folder.events == []  # no preflight was made: nothing to compare with
     _, found = run(tmp_path, "--level", "0", "--config-name", "tiny", *words)
-    receipt.write(found, config.run_dir() / receipt.NAME)
+    receipt.write(found, config.run_dir() / PREFLIGHT)
     receipt.log_receipt(config, 1, folder)
     ((kind, values),) = folder.events
     assert (kind, values["level"], values["stale"], folder.warnings) == ("preflight", 0, [], [])
     receipt.log_receipt(config, 2, folder)
     assert "this run has 2" in folder.warnings[0] and "mmldlm preflight" in folder.warnings[0]
-    (config.run_dir() / receipt.NAME).write_text('{"format": "mmldlm-preflight"}')
+    (config.run_dir() / PREFLIGHT).write_text('{"format": "mmldlm-preflight"}')
     receipt.log_receipt(config, 1, folder)  # cut short by a full disk: no reason to end a run
     assert "cannot be read" in folder.warnings[-1]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 
@@ -15,3 +17,16 @@ def drop_checkpoints(folder: str | Path, name: str) -> None:
     """
     if os.environ.get("RANK", "0") == "0":
         shutil.rmtree(Path(folder) / name / "checkpoints")
+
+
+def without_row(folder: Path, rows: Iterable[str]) -> list[str]:
+    """Files below a folder that none of the names of a table like RUN_FILES stands for."""
+    patterns = [
+        re.escape(row).replace("DATE", r"[\d_]+").replace("N", r"\d+")
+        + (".*" if row.endswith("/") else "")
+        for row in rows
+    ]
+    # A link to a checkpoint is a name of its own.
+    files = [path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()]
+    names = [path.relative_to(folder).as_posix() for path in files]
+    return [name for name in names if not any(re.fullmatch(row, name) for row in patterns)]

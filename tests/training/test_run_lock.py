@@ -14,7 +14,8 @@ import pytest
 
 from mmldlm.errors import UserError
 from mmldlm.training import run_folder
-from mmldlm.training.run_folder import LOCK, RunLock
+from mmldlm.training.run_folder import RunLock
+from mmldlm.utils.run_files import LOCK
 from tests.support.helpers import environment, train_words
 
 

@@ -8,6 +8,7 @@ import io
 import re
 import sys
 
+import numpy as np
 import pytest
 
 from mmldlm import cli
@@ -69,6 +70,15 @@ def test_a_screen_fits(words, trial_store, trial_run, tmp_path, monkeypatch):
     except SystemExit:
         pass
     assert screen.getvalue() and long_lines(screen.getvalue()) == []
+
+
+def test_the_end_of_a_preparation_fits(tmp_path, monkeypatch):
+    texts = "".join(f"The cat sees house number {i}.\n" for i in range(40))
+    (tmp_path / "texts.txt").write_text(texts, encoding="utf-8")
+    np.save(tmp_path / "E.npy", np.random.default_rng(0).standard_normal((40, 8)))
+    words = ("pack", "texts.txt", "--latents", "E.npy", "--output-dir", "OUT")
+    test_a_screen_fits(words, None, None, tmp_path, monkeypatch)
+    assert (tmp_path / "out" / "manifest.json").is_file()
 
 
 @SLOW

@@ -34,17 +34,12 @@ from mmldlm.checkpoints.formats.optimizer import (
     read_scaling,
 )
 from mmldlm.checkpoints.formats.weight_source import FileRange, RegularParts
-from mmldlm.checkpoints.manifest import (
-    DEEPSPEED_STATE,
-    ENGINE_FOLDER,
-    LATEST,
-    UNIVERSAL_TAG,
-    ZERO_TAG,
-)
+from mmldlm.checkpoints.manifest import DEEPSPEED_STATE, ENGINE_FOLDER, UNIVERSAL_TAG, ZERO_TAG
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.paths import path_inside
+from mmldlm.utils.run_files import LATEST
 
 _OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")

@@ -28,12 +28,10 @@ from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptio
 from mmldlm.checkpoints.formats.wrapper_names import remove_wrappers
 from mmldlm.checkpoints.locate import locate_checkpoint
 from mmldlm.checkpoints.manifest import (
-    CHECKPOINTS,
     CONFIG_FILE,
     DCP_METADATA,
     ENGINE_FOLDER,
     FORMAT,
-    LATEST,
     LINKS,
     MANIFEST,
     MODEL_FILE,
@@ -42,6 +40,7 @@ from mmldlm.checkpoints.manifest import (
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import read_bytes
+from mmldlm.utils.run_files import CHECKPOINTS, LATEST
 
 P, T = ParamSpec("P"), TypeVar("T")
 # Buffers of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is

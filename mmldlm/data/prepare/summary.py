@@ -14,7 +14,7 @@ from mmldlm.data.encoders.specs import ENCODERS, UNKNOWN_ENCODER
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.data.unknown_tokens import describe_share
 from mmldlm.data.verify import cut_warnings
-from mmldlm.utils.formatting import closing_lines, count_noun, join_some
+from mmldlm.utils.formatting import closing_lines, count_noun, for_screen, join_some
 from mmldlm.utils.progress import ProgressBar
 
 _WITHOUT_ENCODER = (
@@ -73,9 +73,9 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
     table.add_row("time", f"{seconds:.0f} s")
     console.print(table)
     for warning in () if of_images else cut_warnings(manifest):
-        console.print(f"warning: {warning}", soft_wrap=True)
+        console.print(for_screen(f"warning: {warning}", console.file), soft_wrap=True)
     if manifest["encoder"]["name"] == UNKNOWN_ENCODER:
-        console.print(_WITHOUT_ENCODER, soft_wrap=True)
+        console.print(for_screen(_WITHOUT_ENCODER, console.file), soft_wrap=True)
     folder = shlex.quote(str(root))
     if of_images:
         console.print(f"look: mmldlm verify-data {folder} --sheet FILE.png", soft_wrap=True)

@@ -114,6 +114,9 @@ def line_plot(
         if log_x
         else ticks(min(across), max(across))
     )
+    # A run of 1,600 steps ends at 1,600, and not at the next tick, 2,000.
+    x_end = x_marks[-1] if log_x or max(across) <= x_marks[0] else max(across)
+    x_marks = [mark for mark in x_marks if mark <= x_end * (1 + 1e-9)]
     y_marks = ticks(min(y - half for _, y, half in points), max(y + half for _, y, half in points))
     # Room for the longest value, at 7 units a character.
     left = max(46, 12 + 7 * max(len(f"{mark:g}") for mark in y_marks))
@@ -121,7 +124,7 @@ def line_plot(
 
     def at(x: float, y: float) -> tuple[float, float]:
         x = math.log2(x) if log_x else x
-        right = width * (x - x_marks[0]) / max(x_marks[-1] - x_marks[0], 1e-12)
+        right = width * (x - x_marks[0]) / max(x_end - x_marks[0], 1e-12)
         return round(left + right, 1), round(
             top + height * (y_marks[-1] - y) / (y_marks[-1] - y_marks[0]), 1
         )

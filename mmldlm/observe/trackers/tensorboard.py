@@ -11,8 +11,7 @@ import numpy as np
 
 from mmldlm.errors import UserError
 from mmldlm.observe.trackers.base import TrackedRun
-
-FOLDER = "tensorboard"
+from mmldlm.utils.run_files import TENSORBOARD
 
 
 class TensorBoardTracker:
@@ -22,7 +21,7 @@ class TensorBoardTracker:
     """
 
     def __init__(self, run: TrackedRun):
-        self._folder = run.folder / FOLDER
+        self._folder = run.folder / TENSORBOARD
         # tensorboardX names files by the second: a run resumed within it must not replace one.
         self._writer = _import_writer()(
             str(self._folder), purge_step=run.step + 1, filename_suffix=f".{run.step}"

@@ -20,7 +20,7 @@ from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.preflight.context import Context
 from mmldlm.utils.entry_point import module_command
 from mmldlm.utils.environment import int_from_env
-from mmldlm.utils.formatting import first_line, format_bytes
+from mmldlm.utils.formatting import first_line, format_bytes, join_some
 
 # Name of the round of FSDP's checkpoint writers.
 CHECKPOINTS = "checkpoints"
@@ -358,26 +358,27 @@ def all_ranks_compute_right(context):
 
 @check("COLL003", 3, "node", "stragglers")
 def no_stragglers(context):
-    """No node computes at less than half of the median speed."""
-    ranks = context.collectives.get("ranks", {})
-    compute: dict[str, float] = {}
-    for (node, _), by_round in ranks.items():
+    """No rank, that is no GPU, multiplies matrices at less than half of the median speed."""
+    compute: dict[str, dict[int, float]] = {}
+    for (node, local_rank), by_round in context.collectives.get("ranks", {}).items():
         if "compute" in by_round:
-            compute[node] = max(compute.get(node, 0.0), by_round["compute"]["seconds"])
-    if len(compute) < 2:
-        yield skip("fewer than two nodes measured")
+            compute.setdefault(node, {})[local_rank] = by_round["compute"]["seconds"]
+    seconds = [value for ranks in compute.values() for value in ranks.values()]
+    if len(seconds) < 2:
+        yield skip("fewer than two ranks measured")
         return
-    usual = median(compute.values())
-    for node, seconds in compute.items():
-        if seconds > SLOW * usual:
-            measured = (
-                f"a matrix product takes {seconds * 1e3:.1f} ms, the median node"
-                f" {usual * 1e3:.1f} ms"
+    usual = median(seconds)
+    for node, ranks in compute.items():
+        slow = {rank: value for rank, value in ranks.items() if value > SLOW * usual}
+        if slow:
+            found = join_some(
+                [f"rank {rank}: {value * 1e3:.1f} ms" for rank, value in slow.items()]
             )
-            fix = "look for other load or throttling, or exclude the node"
-            yield warn(measured, "at most twice the median", fix, node)
+            measured = f"a matrix product takes local {found}; the median {usual * 1e3:.1f} ms"
+            fix = "look for other load or throttling (nvidia-smi -q -d PERFORMANCE), or exclude"
+            yield warn(measured, "at most twice the median", f"{fix} the GPU or the node", node)
         else:
-            yield ok(f"{seconds * 1e3:.1f} ms", node)
+            yield ok(f"{max(ranks.values()) * 1e3:.1f} ms", node)
 
 
 @check("COLL004", 3, "cluster", "group of FSDP's writers")

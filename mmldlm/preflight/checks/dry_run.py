@@ -19,6 +19,7 @@ from mmldlm.preflight.checks.collectives import group_seconds
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.memory_model import checkpoint_bytes, plan_of
 from mmldlm.utils.input_files import read_text
+from mmldlm.utils.run_files import STEPS
 
 DRY_STEPS = 2
 # Bytes per second of a checkpoint on its way to a shared file system.
@@ -82,7 +83,7 @@ def run_training(context: Context, pool: AgentPool) -> None:
 
 
 def _read_log(folder: Path) -> list[dict]:
-    path = folder / "training_log.jsonl"
+    path = folder / STEPS
     return [json.loads(line) for line in read_text(path).splitlines()] if path.exists() else []
 
 

@@ -122,7 +122,14 @@ def test_the_data_replays_to_the_texts(traces, records, tokenizer):
     assert data["texts"][2]["passes"] == [] and data["texts"][2]["reference"] is None
 
 
+def test_a_text_is_shown_finished_until_it_is_played(page):
+    assert page.run(TEXT) == "running fast." and page.run(COUNTER).startswith("Pass 2 of 2")
+    page.press("n")
+    assert page.run(TEXT) == " ".join(HOSTILE)
+
+
 def test_stepping_ends_at_the_sampled_text(page):
+    page.press("Home")
     assert page.run(words(4)) == ["", "", "", ""] and page.run(COUNTER).startswith("Pass 0 of 2")
     page.run("document.getElementById('step').click()")
     assert page.run(words(4)) == ["run", "ner", "", ""] and page.run(TEXT) == "runner …"
@@ -140,6 +147,7 @@ def test_stepping_ends_at_the_sampled_text(page):
 
 
 def test_keys_do_what_the_page_says(page):
+    page.press("Home")
     page.press("ArrowRight")
     assert page.run(COUNTER).startswith("Pass 1 ")
     page.press("End")
@@ -174,6 +182,7 @@ def test_the_legend_names_what_the_page_shows(page, browser, records, traces, to
         " document.getElementById(id).hidden)"
     )
     assert page.run(hidden) == [False, False, False]
+    page.press("Home")
     page.press("ArrowRight")
     assert page.run("document.querySelectorAll('#tokens .changed').length") == 0
     page.press("ArrowRight")
@@ -196,6 +205,7 @@ def test_states_that_are_no_words_and_masks_that_come_back_are_shown(page):
     )
     assert page.run(TEXT) == "" and page.run("document.getElementById('reference-row').hidden")
     page.press("n")
+    page.press("Home")
     page.press("ArrowRight")
     assert page.run(words(1)) == ["class 2"]
     page.press("ArrowRight")
@@ -222,6 +232,8 @@ def test_without_masks_positions_appear_as_they_are_written(browser, records, to
     write_page(tmp_path / "trace.html", text)
     browser.open(tmp_path / "trace.html")
     visible = "document.querySelectorAll('#tokens .token:not([hidden])').length"
+    assert browser.run(visible) == 2
+    browser.press("Home")
     assert browser.run(visible) == 0
     browser.press("ArrowRight")
     assert browser.run(visible) == 1 and browser.run(TEXT) == "run"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mmldlm.preflight.check import FAIL, PASS
+from mmldlm.preflight.check import FAIL, PASS, SKIP, WARN
 from mmldlm.preflight.checks.collectives import CHECKPOINTS
 from tests.support.preflight_context import make_context, run
 
@@ -34,3 +34,23 @@ def test_the_group_of_the_writers_has_its_own_check():
     )
     for id in ("COLL001", "COLL002"):
         assert {found.status for found in run(id, broken).values()} == {PASS}
+
+
+def test_a_slow_gpu_is_named_beside_those_of_its_own_node():
+    def results(*seconds):
+        context = make_context(nodes=("a", "b"))
+        ranks = {
+            ("ab"[number // 4], number % 4): {"compute": {"seconds": value}}
+            for number, value in enumerate(seconds)
+        }
+        context.collectives = {"rounds": [], "ranks": ranks}
+        return run("COLL003", context)
+
+    sound = results(*[0.010] * 8)
+    assert {found.status for found in sound.values()} == {PASS}
+    slow = results(*[0.010] * 6, 0.030, 0.010)
+    assert slow["a"].status == PASS and slow["b"].status == WARN
+    assert "rank 2: 30.0 ms" in slow["b"].measured
+    alone = results(0.010, 0.010, 0.050, 0.011)
+    assert alone["a"].status == WARN and "rank 2" in alone["a"].measured
+    assert [found.status for found in results(0.01).values()] == [SKIP]

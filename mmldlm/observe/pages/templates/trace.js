@@ -165,7 +165,8 @@
     });
     element("tokens").replaceChildren(...chips);
     shown = 0;
-    go(0);
+    // The finished text first: nothing but masks would say little, and Play starts from them.
+    go(text.passes.length);
   }
 
   function moveFocus(step) {
