@@ -172,8 +172,8 @@ def compare(a: WeightSource, b: WeightSource, strip_prefix: str = "") -> Checkpo
             if name in of_b:
                 difference.add(
                     f"{what} of {name}",
-                    a.iter_moment(what, of_a[name]),
-                    b.iter_moment(what, of_b[name]),
+                    a.iter_chunks(of_a[name], what),
+                    b.iter_chunks(of_b[name], what),
                 )
         difference.only_a += [f"{what} of {name}" for name in of_a if name not in of_b]
         difference.only_b += [f"{what} of {name}" for name in of_b if name not in of_a]

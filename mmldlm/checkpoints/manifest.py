@@ -49,8 +49,10 @@ CONFIG_FILE = "config.json"
 # zero_optimization.sub_group_size where a DeepSpeed config does not set it.
 SUB_GROUP_SIZE = 10**9
 
-# Values of `mmldlm convert --to` other than safetensors.
-TARGETS = ("model.pt", "dcp", "universal", "zero1", "zero2", "zero3", "fsdp", "ddp")
+# Values of `mmldlm convert --to`.
+TARGETS = ("safetensors", "model.pt", "dcp", "universal", "zero1", "zero2", "zero3", "fsdp", "ddp")
+# Those that hold weights alone; dcp does too if the source has no optimizer.
+EXPORTS = ("safetensors", "model.pt")
 
 
 # -- The manifest

@@ -14,12 +14,12 @@ import sys
 import numpy as np
 import pytest
 
+from mmldlm.checkpoints.convert import convert_state
 from mmldlm.checkpoints.files import file_io
 from mmldlm.checkpoints.files.dtypes import bf16_to_fp32
 from mmldlm.checkpoints.files.torch_file import TorchFile
 from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
 from mmldlm.checkpoints.resume import open_training_state
-from mmldlm.checkpoints.to_checkpoint import convert_state
 from mmldlm.errors import UserError
 from tests.support.make_zero import CASES, MUON
 

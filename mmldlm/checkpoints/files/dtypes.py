@@ -61,6 +61,8 @@ def _table() -> dict[str, DType]:
 
 DTYPES: dict[str, DType] = _table()
 COMPLEX = ("complex64", "complex128")
+# Between these there are casts.
+WIDE_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def numel(shape: Sequence[int]) -> int:
@@ -122,16 +124,8 @@ def count_nonfinite(chunk: np.ndarray, dtype: str) -> int:
 
 
 def negate(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return -values, exactly, also of zeros and NaN.
-
-    Raises:
-        ValueError: a type of which torch has no negative views.
-    """
-    if dtype == "bfloat16":
-        return values ^ np.uint16(0x8000)
-    if dtype in ("float64", "float32", "float16", *COMPLEX):
-        return np.negative(values)
-    raise ValueError(f"a negative view of {dtype}")
+    """Return -values of wide floats or complex numbers, exactly, also of zeros and NaN."""
+    return values ^ np.uint16(0x8000) if dtype == "bfloat16" else np.negative(values)
 
 
 def is_mask(chunk: np.ndarray, dtype: str) -> bool:
@@ -154,8 +148,7 @@ def cast(chunk: np.ndarray, source: str, target: str) -> np.ndarray:
     """
     if source == target:
         return chunk
-    wide = ("float64", "float32", "float16", "bfloat16")
-    if source not in wide or target not in wide:
+    if source not in WIDE_FLOATS or target not in WIDE_FLOATS:
         raise ValueError(f"no cast from {source} to {target}")
     values = bf16_to_fp32(chunk) if source == "bfloat16" else chunk
     # The caller counts infinities; a warning would not name the tensor.

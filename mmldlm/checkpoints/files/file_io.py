@@ -76,14 +76,12 @@ class OutputFile:
     Args:
         path: New file.
         size: Number of bytes; every byte must be written.
-        fsync: Whether finish() flushes the file to the disk.
 
     Raises:
         OSError: the file exists, or the disk has no space for all of it.
     """
 
-    def __init__(self, path: Path, size: int, fsync: bool = True):
-        self._fsync = fsync
+    def __init__(self, path: Path, size: int):
         self._fd = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             preallocate(self._fd, size)
@@ -98,14 +96,8 @@ class OutputFile:
             count = os.pwrite(self._fd, view, position)
             view, position = view[count:], position + count
 
-    def finish(self) -> None:
-        """Flush to the disk, if requested, and close."""
-        if self._fsync:
-            os.fsync(self._fd)
-        self.close()
-
     def close(self) -> None:
-        """Close the descriptor; without finish() the file may be incomplete."""
+        """Close the descriptor; the file is not flushed to the disk."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

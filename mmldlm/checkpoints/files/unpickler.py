@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from mmldlm.checkpoints.files.dtypes import COMPLEX, DTYPES, numel
+from mmldlm.checkpoints.files.dtypes import COMPLEX, DTYPES, WIDE_FLOATS, numel
 
 
 class RefusedPickle(ValueError):
@@ -228,12 +228,9 @@ def _tensor(
         dtype, elements = storage.dtype, storage.num_elements
     else:
         elements = storage.num_elements * DTYPES[storage.dtype].itemsize // DTYPES[dtype].itemsize
-    if conjugated and dtype not in COMPLEX or negated and dtype not in _NEGATED:
+    if conjugated and dtype not in COMPLEX or negated and dtype not in (*WIDE_FLOATS, *COMPLEX):
         raise RefusedPickle(f"a negative or conjugate view of {dtype}")
     return TensorRef(dtype, shape, strides, storage.key, offset, elements, negated, conjugated)
-
-
-_NEGATED = ("float64", "float32", "float16", "bfloat16", *COMPLEX)
 
 
 def _signs(metadata: Any) -> tuple[bool, bool]:

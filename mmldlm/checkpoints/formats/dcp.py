@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.files.dtypes import numel
+from mmldlm.checkpoints.files.tensor_writer import TensorSpec
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.torch_writer import (
     GlobalRef,
     ObjectSpec,
     PickleWriter,
-    TensorSpec,
     TorchFileLayout,
     TorchFileWriter,
     TorchSize,

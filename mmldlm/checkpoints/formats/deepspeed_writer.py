@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mmldlm.checkpoints.files.tensor_writer import TensorSpec
 from mmldlm.checkpoints.files.torch_file import TorchFile
 from mmldlm.checkpoints.files.torch_writer import (
     GlobalRef,
     ObjectSpec,
-    TensorSpec,
     TorchFileLayout,
     TorchFileWriter,
     TorchSize,
@@ -304,7 +304,7 @@ def plan_model_states(
     file = TorchFileWriter(path, [TorchFileLayout(value, path.stem)])
     plan.files.append(file)
     for name, tensor in stored.items():
-        plan.add(name, WEIGHT, [WriteSegment(file, tensor, 0, 0, tensor.numel)])
+        plan.add_whole(name, WEIGHT, file, tensor)
     return [path]
 
 
@@ -436,7 +436,7 @@ def _add_file(
 ) -> None:
     file = TorchFileWriter(path, [TorchFileLayout(value, path.stem)])
     plan.files.append(file)
-    plan.add(name, what, [WriteSegment(file, tensor, 0, 0, tensor.numel)])
+    plan.add_whole(name, what, file, tensor)
 
 
 def write_other_files(source: WeightSource, metadata: OptimizerMetadata, folder: Path) -> int:

@@ -9,15 +9,11 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from mmldlm.checkpoints.files.tensor_writer import TensorSpec
 from mmldlm.checkpoints.files.torch_file import TorchFile
-from mmldlm.checkpoints.files.torch_writer import (
-    TensorSpec,
-    TorchFileLayout,
-    TorchFileWriter,
-    scalar,
-)
+from mmldlm.checkpoints.files.torch_writer import TorchFileLayout, TorchFileWriter, scalar
 from mmldlm.checkpoints.files.unpickler import TensorRef, module_names_of
-from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest, WriteSegment
+from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest
 from mmldlm.checkpoints.formats.deepspeed_files import add_deepspeed_state, write_deepspeed_state
 from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
 from mmldlm.checkpoints.formats.optimizer import (
@@ -97,10 +93,9 @@ class ModelPtFormat:
             optimizer = request.optimizer
             plan = plan_model_and_optimizer(source, optimizer, folder)
             return plan, lambda folder: write_deepspeed_state(optimizer, folder)
-        return (
-            plan_model_file(request.tensors, request.names, folder / MODEL_FILE),
-            lambda folder: None,
-        )
+        tensors = {name: planned.spec for name, planned in request.export.tensors.items()}
+        plan = plan_model_file(tensors, request.export.source_names(), folder / MODEL_FILE)
+        return plan, lambda folder: None
 
 
 # -- Reading
@@ -270,7 +265,7 @@ def plan_model_file(
     file = TorchFileWriter(path, [layout])
     plan = WritePlan([file])
     for name, tensor in tensors.items():
-        plan.add(name, WEIGHT, [WriteSegment(file, tensor, 0, 0, tensor.numel)])
+        plan.add_whole(name, WEIGHT, file, tensor)
     return plan
 
 
@@ -308,7 +303,5 @@ def plan_model_and_optimizer(
     plan.files.append(file)
     for index, state in states.items():
         for what in source.moments_of(names[index]):
-            plan.add(
-                names[index], what, [WriteSegment(file, state[what], 0, 0, state[what].numel)]
-            )
+            plan.add_whole(names[index], what, file, state[what])
     return plan

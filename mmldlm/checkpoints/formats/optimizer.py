@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmldlm.checkpoints.files.dtypes import DTYPES
+from mmldlm.checkpoints.files.tensor_writer import TensorSpec
 from mmldlm.checkpoints.files.torch_file import (
     SAME_SAVE_HINT,
     TorchFile,
     corrupt_file_error,
 )
-from mmldlm.checkpoints.files.torch_writer import GlobalRef, ObjectSpec, TensorSpec
+from mmldlm.checkpoints.files.torch_writer import GlobalRef, ObjectSpec
 from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef, dtype_name
 from mmldlm.checkpoints.formats.weight_source import (
     FileRange,

@@ -36,6 +36,8 @@ from mmldlm.utils.moments import MOMENTS
 
 # The number of elements of a range that one thread reads.
 RANGE_ELEMENTS = 4 << 20
+# The state of a tensor that is no moment.
+WEIGHT = "weight"
 
 
 class TensorInfo(NamedTuple):
@@ -440,13 +442,6 @@ class WeightSource:
     # -- reading
     # ---------------------------------------------------------------------------------------------
 
-    def reading_order(self) -> list[str]:
-        """Return the stored names in the order of their bytes in the files, for one sequential
-        pass.
-        """
-        stored = [name for name, info in self.tensors.items() if info.kind != "alias"]
-        return self.in_file_order({name: self.parts[name] for name in stored})
-
     def in_file_order(self, table: dict[str, Parts]) -> list[str]:
         """Return the names of `table` in the order of their first part in the files, empty tensors
         last.
@@ -469,40 +464,17 @@ class WeightSource:
         step = RANGE_ELEMENTS if parts and parts[0].ref.is_contiguous else max(count, 1)
         return ((low, min(low + step, count)) for low in range(0, count, step))
 
-    def iter_moment(self, what: str, name: str) -> Iterator[np.ndarray]:
-        """Yield a moment's elements in order, flat float32, in new arrays."""
-        return (chunk.copy() for chunk, _ in self.iter_moment_range(what, name))
-
-    def iter_moment_range(
-        self, what: str, name: str, low: int = 0, high: int | None = None
-    ) -> Iterator[tuple[np.ndarray, int | None]]:
-        """Yield elements [low, high) of a moment in order, flat float32; see iter_range.
-
-        Raises:
-            UserError: a damaged file, or a non-finite element.
+    def iter_chunks(self, name: str, what: str = WEIGHT) -> Iterator[np.ndarray]:
+        """Yield the elements of a weight or moment in order, flat, in new arrays; see
+        iter_range.
         """
-        parts = self.moments[what][name]
-        count = self.tensors[name].numel
-        dtype = parts[0].ref.dtype if parts else "float32"
-        step = CHUNK_BYTES // DTYPES[dtype].itemsize
-        info = TensorInfo(f"{what} of {name}", dtype, (count,), "trainable")
-        high = count if high is None else high
-        buffer = np.empty(min(step, high - low), DTYPES[dtype].raw)
-        for start in range(low, high, step):
-            chunk = buffer[: high - start]
-            crc = read_parts_into(parts, start, chunk)
-            self._check_finite(info, chunk, dtype)
-            yield cast(chunk, dtype, "float32"), crc if dtype == "float32" else None
-
-    def iter_chunks(self, name: str) -> Iterator[np.ndarray]:
-        """Yield the tensor's elements in order, flat, in new arrays; see iter_range."""
-        return (chunk.copy() for chunk, _ in self.iter_range(name))
+        return (chunk.copy() for chunk, _ in self.iter_range(name, what))
 
     def iter_range(
-        self, name: str, low: int = 0, high: int | None = None
+        self, name: str, what: str = WEIGHT, low: int = 0, high: int | None = None
     ) -> Iterator[tuple[np.ndarray, int | None]]:
-        """Yield elements [low, high) in order, flat, as DTYPES[info.dtype].raw; each with its
-        CRC-32 if known.
+        """Yield elements [low, high) of a weight or moment in order, flat, as
+        DTYPES[info.dtype].raw (moments as float32); each with its CRC-32 if known.
 
         An array is valid until the next one is requested: they share memory, because allocating
         each chunk would cost as much as reading it. CRCs are verified by finish() only.
@@ -512,9 +484,11 @@ class WeightSource:
                 low-precision copy.
         """
         info = self.tensors[name]
-        parts = self.parts[info.alias_of or name]
+        parts = self.parts[info.alias_of or name] if what == WEIGHT else self.moments[what][name]
         if not parts:
             return
+        if what != WEIGHT:
+            info = TensorInfo(f"{what} of {name}", "float32", info.shape, "trainable")
         stored = parts[0].ref
         high = info.numel if high is None else high
         is_cast = stored.dtype != info.dtype
@@ -529,7 +503,8 @@ class WeightSource:
             else:
                 chunk, crc = parts[0].file.read_strided(stored, name)[low:high], None
             self._check_finite(info, chunk, stored.dtype)
-            if self.low_precision_copies.get(name) and not self.options.random_access:
+            has_copy = what == WEIGHT and self.low_precision_copies.get(name)
+            if has_copy and not self.options.random_access:
                 self._check_copy(name, start, chunk, stored.dtype)
             yield cast(chunk, stored.dtype, info.dtype), None if is_cast else crc
 
