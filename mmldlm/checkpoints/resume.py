@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from mmldlm.checkpoints.files.dtypes import DTYPES, cast
+from mmldlm.checkpoints.files.file_io import closed_on_error
 from mmldlm.checkpoints.files.torch_file import CHUNK_BYTES
 from mmldlm.checkpoints.formats import registry
 from mmldlm.checkpoints.formats.ema import add_ema
@@ -43,7 +44,7 @@ def open_training_state(engine_folder: Path | str) -> ResumeReader:
     """
     folder = Path(engine_folder)
     source = _open_source(folder)
-    try:
+    with closed_on_error(source):
         if unknown := source.unclassified:
             raise UserError(
                 f"the names of the trained parameters in {source.path}",
@@ -52,9 +53,6 @@ def open_training_state(engine_folder: Path | str) -> ResumeReader:
                 "take the weights alone with training.init_from",
             )
         add_ema(source, folder)
-    except BaseException:
-        source.close()
-        raise
     return ResumeReader(source)
 
 

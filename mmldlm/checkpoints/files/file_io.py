@@ -10,16 +10,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import resource
 import threading
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from mmldlm.utils.input_files import check_kind, require_regular
 from mmldlm.utils.resources import available_cpus, raise_open_files
@@ -28,7 +29,21 @@ from mmldlm.utils.resources import available_cpus, raise_open_files
 # -------------------------------------------------------------------------------------------------
 
 
-def open_descriptor(path: Path, flags: int, mode: int = 0o644) -> int:
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def closed_on_error(resource: _Closable) -> Iterator[None]:
+    """Close a resource if the block raises."""
+    try:
+        yield
+    except BaseException:
+        resource.close()
+        raise
+
+
+def open_descriptor(path: Path, flags: int) -> int:
     """Open a file; raise the soft limit of open files to the hard limit if it is reached.
 
     A checkpoint of many ranks has more files than the usual soft limit of 1024.
@@ -37,13 +52,13 @@ def open_descriptor(path: Path, flags: int, mode: int = 0o644) -> int:
         OSError: the file cannot be opened, or the hard limit is reached.
     """
     try:
-        return os.open(path, flags, mode)
+        return os.open(path, flags, 0o644)
     except OSError as error:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if error.errno != errno.EMFILE or soft == hard:
             raise
         raise_open_files()
-        return os.open(path, flags, mode)
+        return os.open(path, flags, 0o644)
 
 
 def open_regular_descriptor(path: Path) -> int:
@@ -83,11 +98,8 @@ class OutputFile:
 
     def __init__(self, path: Path, size: int):
         self._fd = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
+        with closed_on_error(self):
             preallocate(self._fd, size)
-        except BaseException:
-            self.close()
-            raise
 
     def write(self, data: bytes | memoryview, position: int) -> None:
         """Write bytes at `position`. Thread-safe for disjoint ranges."""

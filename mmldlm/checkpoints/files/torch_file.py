@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmldlm.checkpoints.files.dtypes import DTYPES, negate
-from mmldlm.checkpoints.files.file_io import RangedCrc32, open_regular_descriptor
+from mmldlm.checkpoints.files.file_io import RangedCrc32, closed_on_error, open_regular_descriptor
 from mmldlm.checkpoints.files.file_kinds import (
     HEAD_BYTES,
     OLD_TORCH,
@@ -50,6 +50,8 @@ CHUNK_BYTES = 1 << 19
 PADDING_BYTES = 4096
 # Descriptions of tensors are small; a larger one is an attack or not a checkpoint of weights.
 MAX_PICKLE_BYTES = 512 << 20
+# Types of the tensors that stand for one number, such as a step count.
+NUMBERS = ("float32", "float64", "int64", "int32")
 SAME_SAVE_HINT = "restore all files from the same save"
 
 
@@ -139,7 +141,7 @@ class TorchFile:
         return open_for_reading(self.path)
 
     def _open(self) -> None:
-        try:
+        with closed_on_error(self):
             size, end = os.fstat(self._fd).st_size, self._base + self.file_size
             # In another process, the complete file may be another one.
             if size < end or (self._owns_fd and size > end):
@@ -147,13 +149,10 @@ class TorchFile:
                     self.path, f"it ends at byte {size}, an item of it at {end}"
                 )
             self._index()
-        except BaseException:
-            self.close()
-            raise
 
     def _index(self) -> None:
         try:
-            entries = self._read_directory()
+            entries = read_directory(self.file_size, self._pread)
         except (BadZip, OSError, OverflowError, struct.error) as error:
             kind = kind_by_bytes(self._pread(0, HEAD_BYTES))
             self._check_kind(kind if kind is not TORCH_ZIP else None)
@@ -195,9 +194,6 @@ class TorchFile:
                 ' "checkpoint": {"checkpoint_serialization": true} in the DeepSpeed config'
             )
         raise UserError(f"a file written by torch.save at {self.path}", kind.found, fix)
-
-    def _read_directory(self) -> list[ZipEntry]:
-        return read_directory(self.file_size, self._pread)
 
     def _byteorder(self) -> bytes:
         # A record of any size may have that name.
@@ -412,6 +408,13 @@ class TorchFile:
         out = np.empty(count, DTYPES[ref.dtype].raw)
         self.read_elements_into(ref, start, memoryview(out.view(np.uint8)))
         return out
+
+    def read_number(self, ref: TensorRef) -> float | int | None:
+        """Return the number in a tensor of one element; None for any other tensor."""
+        if ref.numel != 1 or ref.dtype not in NUMBERS:
+            return None
+        self.check_ref(ref, "a number")
+        return self.read_elements(ref, 0, 1)[0].item()
 
     def read_strided(self, ref: TensorRef, what: str) -> np.ndarray:
         """Return a complete tensor that is stored in another form (a transpose, an expand, a

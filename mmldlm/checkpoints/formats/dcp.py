@@ -117,23 +117,9 @@ class DcpCheckpoint(WeightSource):
 
     engine = "fsdp"
 
-    @classmethod
-    def open(cls, path: Path | str, options: ReadOptions = READ_DEFAULTS) -> DcpCheckpoint:
-        """Open a folder with a .metadata file.
-
-        Raises:
-            UserError: missing or truncated files, a hostile or unknown .metadata, compressed
-                tensors, tensors cut along another dimension than the first, chunks that do not
-                cover a tensor exactly.
-        """
-        source = cls(Path(path), options)
-        source._folders: list[DcpFolder] = []
-        try:
-            source._read()
-        except BaseException:
-            source.close()
-            raise
-        return source
+    def __init__(self, path: Path, options: ReadOptions = READ_DEFAULTS):
+        super().__init__(path, options)
+        self._folders: list[DcpFolder] = []
 
     def close(self) -> None:
         super().close()

@@ -67,10 +67,8 @@ from mmldlm.checkpoints.formats.universal_folder import (
     universal_steps,
 )
 from mmldlm.checkpoints.formats.weight_source import (
-    READ_DEFAULTS,
     FileRange,
     Parts,
-    ReadOptions,
     TensorInfo,
     WeightSource,
 )
@@ -84,31 +82,18 @@ class ZeroCheckpoint(WeightSource):
 
     engine = "deepspeed"
 
-    @classmethod
-    def open(cls, path: Path | str, options: ReadOptions = READ_DEFAULTS) -> ZeroCheckpoint:
-        """Open a folder of *_states.pt files, or one that contains it (`latest`, zero/,
+    def _read(self) -> None:
+        """Read a folder of *_states.pt files, or one that contains it (`latest`, zero/,
         engine/zero/).
-
-        Raises:
-            UserError: missing, extra, renamed, damaged or mismatched files; tensor, pipeline or
-                expert parallelism. It names the file.
         """
-        folder = find_states(Path(path))
+        folder = find_states(self.path)
         if folder is None:
             raise UserError(
-                f"a DeepSpeed checkpoint at {path}",
+                f"a DeepSpeed checkpoint at {self.path}",
                 "no *_states.pt files there or under its `latest`",
                 "give the folder that holds the mp_rank_* and zero_pp_rank_* files",
             )
-        source = cls(folder, options)
-        try:
-            source._open_folder()
-        except BaseException:
-            source.close()
-            raise
-        return source
-
-    def _open_folder(self) -> None:
+        self.path = folder
         optim, model, model3 = list_files(self.path)
         model_files = [self._open(path) for _, path in sorted((model3 or model).items())]
         models = [file.load_dict() for file in model_files]

@@ -73,11 +73,9 @@ class ModelPtFormat:
     def open(self, path: Path, options: ReadOptions):
         # A file that is opened by itself holds weights alone.
         if path.is_file():
-            if path.name.endswith(INDEX_SUFFIX):
-                return ModelFile.open_shards(path, options)
             return ModelFile.open(path, options)
         if self.can_resume(path):
-            return ModelFile.open(path / MODEL_FILE, options, path / OPTIMIZER_FILE)
+            return ModelFile.open(path / MODEL_FILE, options, optimizer=path / OPTIMIZER_FILE)
         return ModelFile.open(path / MODEL_FILE, replace(options, with_moments=False))
 
     def can_resume(self, path: Path) -> bool:
@@ -128,70 +126,53 @@ def _of_trainer(tensors: dict[str, TensorRef], notes: list[str]) -> dict[str, Te
 
 
 class ModelFile(WeightSource):
-    """An opened `model.pt`; see WeightSource."""
+    """An opened `model.pt`, or the files of an index of shards; see WeightSource.
+
+    Args:
+        path: File of weights, or index.
+        options: With moments: those in `optimizer`, or else of an optimizer beside the model that
+            names its parameters.
+        optimizer: The optimizer.pt saved with it, which records the trained weights: {"state",
+            "param_groups"} of torch's AdamW, "param_names" [[names of group 0], ...], and
+            optionally "buffer_names" and "aliases" {second name: name} of tied weights.
+    """
 
     engine = "model.pt"
 
-    @classmethod
-    def open(
-        cls,
-        path: Path | str,
-        options: ReadOptions = READ_DEFAULTS,
-        optimizer: Path | None = None,
-    ) -> ModelFile:
-        """Open a file of weights.
+    def __init__(
+        self, path: Path, options: ReadOptions = READ_DEFAULTS, optimizer: Path | None = None
+    ):
+        super().__init__(path, options)
+        self._optimizer = optimizer
 
-        Args:
-            options: With moments: those in `optimizer`, or else of an optimizer beside the model
-                that names its parameters.
-            optimizer: The optimizer.pt saved with it, which records the trained weights: {"state",
-                "param_groups"} of torch's AdamW, "param_names" [[names of group 0], ...], and
-                optionally "buffer_names" and "aliases" {second name: name} of tied weights.
+    def _read(self) -> None:
+        if self.path.name.endswith(INDEX_SUFFIX):
+            self._read_shards()
+            return
+        file = self._open(self.path)
+        value = file.load()
+        check_keys(self.path, value)
+        model = select_model(tree_of(file, value), self.path, self.options.key)
+        self.notes += model.notes
+        self.other_models = model.other_models
+        self.module_names = module_names_of(node_at(value, model.path))
+        refs = {name: tensor.ref for name, tensor in model.tensors.items()}
+        add_tensors(self, file, _of_trainer(refs, self.notes), {})
+        if self._optimizer is not None:
+            self._read_optimizer(self._open(self._optimizer))
+        elif self.options.with_moments:
+            self._read_named_optimizer(model.optimizers, model.path)
 
-        Raises:
-            UserError: a file is damaged, unsafe, without tensors, or the two do not match.
-        """
-        source = cls(Path(path), options)
-        try:
-            file = source._open(source.path)
-            value = file.load()
-            check_keys(source.path, value)
-            model = select_model(tree_of(file, value), source.path, options.key)
-            source.notes += model.notes
-            source.other_models = model.other_models
-            source.module_names = module_names_of(node_at(value, model.path))
-            refs = {name: tensor.ref for name, tensor in model.tensors.items()}
-            add_tensors(source, file, _of_trainer(refs, source.notes), {})
-            if optimizer is None and options.with_moments:
-                source._read_named_optimizer(model.optimizers, model.path)
-            elif optimizer is not None:
-                source._read_optimizer(source._open(optimizer))
-        except BaseException:
-            source.close()
-            raise
-        return source
-
-    @classmethod
-    def open_shards(cls, index: Path, options: ReadOptions = READ_DEFAULTS) -> ModelFile:
-        """Open the files of an index of shards, each a torch.save'd dict name -> tensor.
-
-        Raises:
-            UserError: damaged or missing files, or an index that disagrees with the shards.
-        """
-        source = cls(index, options)
-        try:
-            shard_of = read_shard_index(index)
-            states = {}
-            for name in sorted(set(shard_of.values())):
-                file = source._open(index.parent / name)
-                states[name] = tensors_of(file.load_dict(), file.path, "the file", source.notes)
-                add_tensors(source, file, states[name], {})
-            check_listed(index, shard_of, {name: set(state) for name, state in states.items()})
-            source.tensors = {name: source.tensors[name] for name in shard_of}
-        except BaseException:
-            source.close()
-            raise
-        return source
+    def _read_shards(self) -> None:
+        """Read an index and its shards, each a torch.save'd dict name -> tensor."""
+        shard_of = read_shard_index(self.path)
+        states = {}
+        for name in sorted(set(shard_of.values())):
+            file = self._open(self.path.parent / name)
+            states[name] = tensors_of(file.load_dict(), file.path, "the file", self.notes)
+            add_tensors(self, file, states[name], {})
+        check_listed(self.path, shard_of, {name: set(state) for name, state in states.items()})
+        self.tensors = {name: self.tensors[name] for name in shard_of}
 
     def _open(self, path: Path) -> TorchFile:
         file = TorchFile(path, self.options.random_access)

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+from mmldlm.checkpoints.files.file_io import closed_on_error
 from mmldlm.checkpoints.files.torch_file import TorchFile
 from mmldlm.checkpoints.formats import part_files, registry
 from mmldlm.checkpoints.formats.ema import add_ema
@@ -99,14 +100,19 @@ def open_source(
         if weights is None:
             expected = f"DeepSpeed files, {DCP_METADATA} or {MODEL_FILE} in {folder}"
             raise UserError(expected, list_some(folder), "was it saved by a newer mmldlm?")
-        return OpenedCheckpoint(_add_ema(weights, folder, with_ema), checkpoint)
+        with closed_on_error(weights):
+            if with_ema:
+                add_ema(weights, folder)
+        return OpenedCheckpoint(weights, checkpoint)
     weights, notes = _open_foreign(path, options)
-    weights.notes.extend(notes)
-    folder = path if path.is_dir() else path.parent
-    _note_foreign_objects(weights)
-    mark_buffers(weights, folder)
-    _add_ema(weights, folder, with_ema)
-    _remove_wrappers(weights, keep_names)
+    with closed_on_error(weights):
+        weights.notes.extend(notes)
+        folder = path if path.is_dir() else path.parent
+        _note_foreign_objects(weights)
+        mark_buffers(weights, folder)
+        if with_ema:
+            add_ema(weights, folder)
+        _remove_wrappers(weights, keep_names)
     return OpenedCheckpoint(weights, None)
 
 
@@ -131,13 +137,10 @@ def _open_foreign(path: Path, options: ReadOptions) -> tuple[WeightSource, list[
     weights = registry.open_path(chosen, options)
     if weights is None:
         raise nothing_error(path)
-    try:
+    with closed_on_error(weights):
         part_files.check_tensors(weights.path, weights.tensors)
         if chosen.is_file():
             part_files.check_siblings(chosen)
-    except BaseException:
-        weights.close()
-        raise
     folder = path if path.is_dir() else path.parent
     if modules := list_modules(folder):
         notes.append(
@@ -292,16 +295,6 @@ def _refuse_store(path: Path) -> None:
         raise UserError(
             f"a run or a checkpoint at {path}", "a store of prepared data", "give e.g. RUN/latest"
         )
-
-
-def _add_ema(weights: WeightSource, folder: Path, with_ema: bool) -> WeightSource:
-    try:
-        if with_ema:
-            add_ema(weights, folder)
-    except BaseException:
-        weights.close()
-        raise
-    return weights
 
 
 def mark_buffers(weights: WeightSource, folder: Path) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.files.dtypes import DTYPES, nbytes, numel
-from mmldlm.checkpoints.files.file_io import RangedCrc32
+from mmldlm.checkpoints.files.file_io import RangedCrc32, closed_on_error
 from mmldlm.checkpoints.files.file_kinds import HEAD_BYTES, SAFETENSORS, kind_by_bytes
 from mmldlm.checkpoints.files.tensor_writer import TensorFileWriter, TensorSpec
 from mmldlm.checkpoints.files.torch_file import corrupt_file_error, open_for_reading
@@ -31,7 +31,6 @@ from mmldlm.checkpoints.formats.part_files import (
     read_shard_index,
 )
 from mmldlm.checkpoints.formats.weight_source import (
-    READ_DEFAULTS,
     FileRange,
     OpenedCheckpoint,
     ReadOptions,
@@ -101,11 +100,8 @@ class SafetensorsFile:
     def __init__(self, path: Path):
         self.path = path
         self._fd = open_for_reading(path)
-        try:
+        with closed_on_error(self):
             self._read_header()
-        except BaseException:
-            self.close()
-            raise
 
     def _read_header(self) -> None:
         size = os.fstat(self._fd).st_size
@@ -208,28 +204,17 @@ class SafetensorsModel(WeightSource):
 
     engine = "safetensors"
 
-    @classmethod
-    def open(cls, path: Path | str, options: ReadOptions = READ_DEFAULTS) -> SafetensorsModel:
-        """Open a file, an index, or a folder with one of them.
-
-        Raises:
-            UserError: damaged or missing files, or an index that disagrees with the shards.
-        """
-        source = cls(Path(path), options)
-        try:
-            file_path = find_safetensors(source.path)
-            assert file_path is not None, f"no safetensors at {path}"
-            if file_path.name.endswith(INDEX_SUFFIX):
-                source._read_shards(file_path)
-            else:
-                file = source._open(file_path)
-                for name in file.tensors:
-                    source._add(file, name)
-            source._read_metadata()
-        except BaseException:
-            source.close()
-            raise
-        return source
+    def _read(self) -> None:
+        """Read the headers of a file, an index, or a folder with one of them."""
+        path = find_safetensors(self.path)
+        assert path is not None, f"no safetensors at {self.path}"
+        if path.name.endswith(INDEX_SUFFIX):
+            self._read_shards(path)
+        else:
+            file = self._open(path)
+            for name in file.tensors:
+                self._add(file, name)
+        self._read_metadata()
 
     def _open(self, path: Path) -> SafetensorsFile:
         file = SafetensorsFile(path)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from mmldlm.checkpoints.files.dtypes import (
     nbytes,
     numel,
 )
+from mmldlm.checkpoints.files.file_io import closed_on_error
 from mmldlm.checkpoints.files.torch_file import (
     CHUNK_BYTES,
     SAME_SAVE_HINT,
@@ -212,7 +213,8 @@ READ_DEFAULTS = ReadOptions()
 
 
 class WeightSource:
-    """Base class of the readers of all formats. Subclasses fill the attributes; this class reads.
+    """Base class of the readers of all formats. Subclasses fill the attributes (`_read`); this
+    class reads tensors.
 
     Attributes:
         path: Path that was opened.
@@ -265,6 +267,22 @@ class WeightSource:
         self.without_masters: list[str] = []
         self.absent: list[str] = []
         self.other_models: list[str] = []
+
+    @classmethod
+    def open(cls, path: Path | str, options: ReadOptions = READ_DEFAULTS, **more: Any) -> Self:
+        """Open a checkpoint of this format.
+
+        Raises:
+            UserError: missing, damaged, unsafe or mismatched files, or an unsupported kind of
+                parallelism or storage. It names the file.
+        """
+        source = cls(Path(path), options, **more)
+        with closed_on_error(source):
+            source._read()
+        return source
+
+    def _read(self) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close the files."""
