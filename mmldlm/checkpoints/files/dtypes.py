@@ -75,6 +75,11 @@ def nbytes(shape: Sequence[int], dtype: str) -> int:
     return numel(shape) * DTYPES[dtype].itemsize
 
 
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements."""
+    return tuple(max(numel(shape[axis + 1 :]), 1) for axis in range(len(shape)))
+
+
 def bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
     """Convert bfloat16 bits (uint16) to float32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.checkpoints.files.dtypes import DTYPES, numel
+from mmldlm.checkpoints.files.dtypes import DTYPES, row_major
 from mmldlm.checkpoints.files.file_io import RangedCrc32
 from mmldlm.checkpoints.files.tensor_writer import TensorFileWriter, TensorSpec
 from mmldlm.checkpoints.files.unpickler import STORAGES
@@ -143,9 +143,6 @@ class PickleWriter:
         key = self._keys.setdefault(tensor, len(self.tensors))
         if key == len(self.tensors):
             self.tensors.append(tensor)
-        stride = tuple(
-            max(numel(tensor.shape[axis + 1 :]), 1) for axis in range(len(tensor.shape))
-        )
         is_typed = tensor.dtype in _STORAGE_OF
         self._global(
             GlobalRef("torch._utils", "_rebuild_tensor_v2" if is_typed else "_rebuild_tensor_v3")
@@ -158,7 +155,7 @@ class PickleWriter:
         for item in (str(key), "cpu", count):
             self.add(item)
         self.out += b"tQ"
-        for item in (0, tensor.shape, stride, False):
+        for item in (0, tensor.shape, row_major(tensor.shape), False):
             self.add(item)
         self._global(GlobalRef("collections", "OrderedDict"))
         self.out += b")R"

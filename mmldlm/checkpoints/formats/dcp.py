@@ -152,7 +152,15 @@ class DcpCheckpoint(WeightSource):
         if names_file is not None:
             self._set_kinds(names_file)
             if with_moments:
-                self._read_moments(folder, _moment_keys(self.path, names_file))
+                groups = _groups(self.path / TRAINABLE_FILE, names_file)
+                self._read_moments(
+                    folder,
+                    {
+                        name: moment_keys(group.settings)
+                        for group in groups
+                        for name in group.names
+                    },
+                )
         else:
             self.notes += model.notes
             if with_moments:
@@ -283,19 +291,21 @@ def _read_trainable(folder: Path) -> dict[str, Any] | None:
     return content
 
 
-def _moment_keys(folder: Path, content: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return name -> moments of the weight, for the names of all groups; files of an older mmldlm
-    name no groups.
-    """
+def _groups(path: Path, record: dict[str, Any]) -> list[Group]:
+    """Return the parameter groups in a trainable.json; [] for one of an older mmldlm."""
     try:
-        return {
-            name: moment_keys(group["settings"])
-            for group in content.get("groups", [])
-            for name in group["names"]
-        }
-    except (TypeError, AttributeError, KeyError) as error:
+        groups = [
+            Group(list(group["names"]), dict(group["settings"]))
+            for group in record.get("groups", [])
+        ]
+        for group in groups:
+            if "betas" in group.settings:
+                # JSON has no tuples.
+                group.settings["betas"] = tuple(group.settings["betas"])
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
         found = f"groups that are not a list of names and settings ({error!r})"
-        raise corrupt_file_error(folder / TRAINABLE_FILE, found) from error
+        raise corrupt_file_error(path, found) from error
+    return groups
 
 
 # -- The optimizer
@@ -308,31 +318,17 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     path = source.path / TRAINABLE_FILE
     # DcpCheckpoint has validated the file.
     record = json.loads(read_bytes(path))
-    notes = []
-    try:
-        groups = [
-            Group(list(group["names"]), dict(group["settings"])) for group in record["groups"]
-        ]
-        for group in groups:
-            if "betas" in group.settings:
-                # JSON has no tuples.
-                group.settings["betas"] = tuple(group.settings["betas"])
-    except KeyError:
+    groups, notes = _groups(path, record), []
+    if "groups" not in record:
         groups = [Group(list(record["trainable"]), {})]
         notes.append(f"{path.name} names no parameter groups: all are in one, without settings")
-    except (TypeError, ValueError) as error:
-        raise corrupt_file_error(
-            path, f"groups that are not a list of names and settings ({error!r})"
-        ) from error
-    groups = [
-        Group(source.resolve_tied(group.names, source.path), group.settings) for group in groups
-    ]
+    for group in groups:
+        group.names = source.resolve_tied(group.names, source.path)
     steps = applied_steps(opened) if record.get("steps") is None else float(record["steps"])
     dtype = record.get("compute_dtype") or configured_dtype(opened)
-    saved = record.get("deepspeed")
-    saved = saved if isinstance(saved, dict) else {}
     metadata = torch_metadata(opened, groups, steps, dtype)
-    metadata.optimizer |= read_scaling(saved)
+    saved = record.get("deepspeed")
+    metadata.optimizer |= read_scaling(saved if isinstance(saved, dict) else {})
     metadata.notes += notes
     return add_deepspeed_state(metadata, source.path)
 

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.files.dtypes import DTYPES
+from mmldlm.checkpoints.files.dtypes import WIDE_FLOATS
 from mmldlm.checkpoints.files.torch_file import (
     SAME_SAVE_HINT,
     TorchFile,
@@ -247,12 +247,8 @@ def param_shapes(file: TorchFile, state: dict) -> list[dict[str, tuple[int, ...]
         raise corrupt_file_error(
             file.path, "no param_shapes in it: the order of the flat weights is unknown"
         )
-    for name, shape in ((n, s) for group in groups for n, s in group.items()):
-        is_shape = isinstance(shape, tuple) and all(
-            type(size) is int and size >= 0 for size in shape
-        )
-        if not isinstance(name, str) or not is_shape:
-            raise corrupt_file_error(file.path, f"param_shapes with {name!r}: {shape!r}")
+    for group in groups:
+        _check_shapes(file, "param_shapes", group)
     names = [name for group in groups for name in group]
     if len(names) != len(set(names)):
         raise corrupt_file_error(file.path, "param_shapes names a parameter twice")
@@ -262,15 +258,21 @@ def param_shapes(file: TorchFile, state: dict) -> list[dict[str, tuple[int, ...]
 def frozen_shapes(file: TorchFile, state: dict) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the frozen parameters that a model file of ZeRO-2 or 3 records."""
     shapes = state.get("frozen_param_shapes") or {}
-    for name, shape in shapes.items() if isinstance(shapes, dict) else [(None, shapes)]:
+    if not isinstance(shapes, dict):
+        raise corrupt_file_error(file.path, f"frozen_param_shapes: {str(shapes)[:80]}")
+    _check_shapes(file, "frozen_param_shapes", shapes)
+    return shapes
+
+
+def _check_shapes(file: TorchFile, key: str, shapes: dict) -> None:
+    for name, shape in shapes.items():
         is_shape = isinstance(shape, tuple) and all(
             type(size) is int and size >= 0 for size in shape
         )
         if not isinstance(name, str) or not is_shape:
             raise corrupt_file_error(
-                file.path, f"frozen_param_shapes with {str(name)[:80]!r}: {str(shape)[:80]}"
+                file.path, f"{key} with {str(name)[:80]!r}: {str(shape)[:80]}"
             )
-    return shapes
 
 
 def shared_params(file: TorchFile, state: dict) -> dict[str, str]:
@@ -305,11 +307,7 @@ def flat_groups(file: TorchFile, inner: dict, key: str, count: int) -> list[Tens
         )
     for flat in flats:
         file.check_ref(flat, key)
-        if (
-            not flat.is_contiguous
-            or not DTYPES[flat.dtype].is_float
-            or DTYPES[flat.dtype].itemsize == 1
-        ):
+        if not flat.is_contiguous or flat.dtype not in WIDE_FLOATS:
             raise corrupt_file_error(
                 file.path, f"{key} holds a {flat.dtype} tensor of shape {flat.shape}"
             )
@@ -495,13 +493,7 @@ def steps_ahead(state: dict, steps: float | None) -> int:
 
 def read_scalar(file: TorchFile, value: Any) -> Any:
     """Return a plain number, or that in a tensor of one element; None for anything else."""
-    if not isinstance(value, TensorRef):
-        return value if isinstance(value, (int, float)) else None
-    if value.numel != 1 or value.dtype not in ("float32", "float64", "int64", "int32"):
-        return None
-    file.check_ref(value, "step")
-    one = TensorRef(value.dtype, (1,), (1,), value.key, value.offset, value.storage_elements)
-    return file.read_elements(one, 0, 1)[0].item()
+    return file.read_number(value) if isinstance(value, TensorRef) else _number(value)
 
 
 def _check_equal(files: list[TorchFile], counters: list[dict[str, Any]]) -> None:
@@ -518,13 +510,7 @@ def _model_counters(state: dict) -> dict[str, Any]:
     counters = {key: state.get(key) for key in _OF_MODEL}
     scheduler = state.get("lr_scheduler")
     if isinstance(scheduler, dict):
-        counters.update(
-            {
-                f"lr_scheduler.{key}": scheduler[key]
-                for key in _OF_SCHEDULER
-                if _is_number(scheduler.get(key))
-            }
-        )
+        counters |= {f"lr_scheduler.{key}": _number(scheduler.get(key)) for key in _OF_SCHEDULER}
     return counters
 
 
@@ -546,10 +532,12 @@ def _optimizer_counters(file: TorchFile, inner: dict) -> dict[str, Any]:
     }
     scaler = inner.get("loss_scaler")
     if isinstance(scaler, OpaqueObject) and isinstance(scaler.state, dict):
-        counters.update(
-            {key: scaler.state[key] for key in _OF_SCALER if _is_number(scaler.state.get(key))}
-        )
+        counters |= {key: _number(scaler.state.get(key)) for key in _OF_SCALER}
     return counters
+
+
+def _number(value: Any) -> float | int | None:
+    return value if isinstance(value, (int, float)) else None
 
 
 def _states(optimizer: Any) -> Iterator[dict]:
@@ -562,10 +550,6 @@ def _states(optimizer: Any) -> Iterator[dict]:
     for state in states if isinstance(states, list) else ():
         if isinstance(state, dict):
             yield state
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
 
 
 # -- deepspeed.pt

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.files.dtypes import DTYPES, numel
-from mmldlm.checkpoints.files.torch_file import corrupt_file_error
+from mmldlm.checkpoints.files.torch_file import NUMBERS, corrupt_file_error
 from mmldlm.checkpoints.formats.optimizer import (
     PLAIN_TYPES,
     Group,
@@ -157,11 +157,7 @@ def plain_value(leaf: Any) -> Any:
         return {key: plain_value(value) for key, value in leaf.items()}
     if isinstance(leaf, list | tuple):
         return type(leaf)(plain_value(value) for value in leaf)
-    if (
-        not is_tensor(leaf)
-        or numel(leaf.shape) != 1
-        or leaf.dtype not in ("float32", "float64", "int64", "int32")
-    ):
+    if not is_tensor(leaf) or numel(leaf.shape) != 1 or leaf.dtype not in NUMBERS:
         what = f"a tensor {leaf.shape} of {leaf.dtype}" if is_tensor(leaf) else str(leaf)[:80]
         raise Unreadable(f"{what} among its settings, instead of a number")
     return read_parts(leaf.parts(), 0, 1)[0].item()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmldlm.checkpoints.files.dtypes import DTYPES
+from mmldlm.checkpoints.files.dtypes import DTYPES, WIDE_FLOATS
 from mmldlm.checkpoints.files.tensor_writer import TensorSpec
 from mmldlm.checkpoints.files.torch_file import (
     SAME_SAVE_HINT,
@@ -133,13 +133,8 @@ def to_plain_value(file: TorchFile, value: Any) -> Any:
         return type(value)(to_plain_value(file, item) for item in value)
     if isinstance(value, dict):
         return {key: to_plain_value(file, item) for key, item in value.items()}
-    if (
-        isinstance(value, TensorRef)
-        and value.numel == 1
-        and value.dtype in ("float32", "float64", "int64", "int32")
-    ):
-        file.check_ref(value, "a setting of the optimizer")
-        return file.read_elements(value, 0, 1)[0].item()
+    if isinstance(value, TensorRef) and (number := file.read_number(value)) is not None:
+        return number
     raise corrupt_file_error(
         file.path, f"{str(value)[:80]} instead of a number among the settings of the optimizer"
     )
@@ -415,7 +410,7 @@ def moment(file: TorchFile, state: TensorState, key: str, what: str) -> TensorRe
             "take the weights alone: --to safetensors or model.pt, or training.init_from",
         )
     file.check_ref(ref, f"{key} of {what}")
-    if not ref.is_contiguous or not DTYPES[ref.dtype].is_float or DTYPES[ref.dtype].itemsize == 1:
+    if not ref.is_contiguous or ref.dtype not in WIDE_FLOATS:
         raise corrupt_file_error(file.path, f"{key} of {what} in {ref.dtype} of shape {ref.shape}")
     return ref
 

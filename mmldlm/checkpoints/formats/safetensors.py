@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.files.dtypes import DTYPES, nbytes, numel
+from mmldlm.checkpoints.files.dtypes import DTYPES, nbytes, numel, row_major
 from mmldlm.checkpoints.files.file_io import RangedCrc32, closed_on_error
 from mmldlm.checkpoints.files.file_kinds import HEAD_BYTES, SAFETENSORS, kind_by_bytes
 from mmldlm.checkpoints.files.tensor_writer import TensorFileWriter, TensorSpec
@@ -224,8 +224,7 @@ class SafetensorsModel(WeightSource):
 
     def _add(self, file: SafetensorsFile, name: str) -> None:
         dtype, shape, _ = file.tensors[name]
-        stride = tuple(numel(shape[axis + 1 :]) for axis in range(len(shape)))
-        ref = TensorRef(dtype, shape, stride, name, 0, numel(shape))
+        ref = TensorRef(dtype, shape, row_major(shape), name, 0, numel(shape))
         self.tensors[name] = TensorInfo(name, dtype, shape, "parameter")
         self.parts[name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
 

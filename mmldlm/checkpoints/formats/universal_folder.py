@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.files.dtypes import DTYPES, numel
+from mmldlm.checkpoints.files.dtypes import WIDE_FLOATS, numel
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import TensorRef
 from mmldlm.checkpoints.formats.deepspeed_files import missing_file_error, read_scalar
@@ -154,7 +154,7 @@ def _state(
             else f"a {type(ref).__name__}"
         )
         raise corrupt_file_error(path, f"{found} instead of {key} of {name} {shape}")
-    if not DTYPES[ref.dtype].is_float or DTYPES[ref.dtype].itemsize == 1:
+    if ref.dtype not in WIDE_FLOATS:
         raise corrupt_file_error(path, f"{key} of {name} in {ref.dtype}")
     file.check_ref(ref, f"{key} of {name}")
     return [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
