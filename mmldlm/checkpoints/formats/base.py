@@ -8,16 +8,17 @@ the size of the model; every byte is read and written once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from mmldlm.checkpoints.files.dtypes import COMPLEX, DTYPES, cast, count_nonfinite
 from mmldlm.checkpoints.files.file_io import run_in_threads
 from mmldlm.checkpoints.files.tensor_writer import TensorFileWriter, TensorSpec
+from mmldlm.checkpoints.files.torch_writer import TorchFileLayout, TorchFileWriter
 from mmldlm.checkpoints.formats.export_plan import ExportPlan
 from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata
 from mmldlm.checkpoints.formats.weight_source import (
@@ -133,6 +134,16 @@ class WritePlan:
     files: list[TensorFileWriter] = field(default_factory=list)
     segments: dict[tuple[str, str], list[WriteSegment]] = field(default_factory=dict)
     copied: set[str] = field(default_factory=set)
+
+    def new_file(
+        self, path: Path, value: Any, padding: Sequence[tuple[TensorSpec, int, int]] = ()
+    ) -> TorchFileWriter:
+        """Add a file for torch.load; the arguments are those of TorchFileLayout and
+        TorchFileWriter.
+        """
+        file = TorchFileWriter(path, [TorchFileLayout(value, path.stem)], padding)
+        self.files.append(file)
+        return file
 
     def add(self, name: str, what: str, segments: Iterable[WriteSegment]) -> None:
         """Add targets of a tensor; empty segments are dropped."""

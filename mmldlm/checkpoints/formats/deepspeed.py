@@ -19,7 +19,6 @@ from mmldlm.checkpoints.formats.deepspeed_files import (
 )
 from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.deepspeed_writer import (
-    ZeroTarget,
     plan_universal,
     plan_zero,
     write_other_files,
@@ -28,8 +27,8 @@ from mmldlm.checkpoints.formats.optimizer import (
     Group,
     OptimizerMetadata,
     copied_values,
-    group_names,
     group_settings,
+    named_groups,
     read_scaling,
     to_plain_value,
 )
@@ -60,14 +59,9 @@ class DeepSpeedFormat:
         return read_optimizer_metadata(opened)
 
     def plan_write(self, request: WriteRequest):
-        source, optimizer, folder = request.source, request.optimizer, request.folder
         if request.target == UNIVERSAL_TAG:
-            plan = plan_universal(source, optimizer, folder)
-            return plan, lambda folder: write_other_files(source, optimizer, folder)
-        target = ZeroTarget(
-            int(request.target.removeprefix("zero")), request.world_size, request.sub_group_size
-        )
-        return plan_zero(source, optimizer, target, folder / ZERO_TAG), lambda folder: None
+            return plan_universal(request), lambda folder: write_other_files(request, folder)
+        return plan_zero(request), lambda folder: None
 
 
 # -- The optimizer
@@ -163,14 +157,9 @@ def _group_names(
     source: WeightSource, model: TorchFile, state: dict, file: TorchFile, tables: list[dict]
 ) -> list[list[str]]:
     """Return the names of every parameter group."""
-    if source.stage == 0 and source.names_of_groups:
-        return source.names_of_groups
     if source.stage == 0:
-        saved = state.get("optimizer_param_names")
-        # group_names refuses anything but lists of names.
-        names = group_names(model, saved)
-        owners = iter(source.resolve_tied(names, model.path))
-        return [[next(owners) for _ in group] for group in saved]
+        names = state.get("optimizer_param_names")
+        return source.names_of_groups or named_groups(source, model, names)
     names_of = [list(group) for group in param_shapes(model, state)]
     return _join_sub_groups(file, names_of, tables) if source.stage == 3 else names_of
 

@@ -56,8 +56,8 @@ from mmldlm.checkpoints.formats.optimizer import (
     TensorState,
     check_equal_steps,
     flat_moments,
-    group_names,
     moments_by_name,
+    named_groups,
     states_by_index,
 )
 from mmldlm.checkpoints.formats.selection import add_tensors, tensors_of
@@ -272,7 +272,8 @@ class ZeroCheckpoint(WeightSource):
             if names is None or not isinstance(optimizer, dict):
                 # Which weights were trained is not recorded.
                 return
-            trained = self.resolve_tied(group_names(file, names), file.path)
+            groups = named_groups(self, file, names)
+            trained = [name for group in groups for name in group]
             for name in mirrors:
                 self.set_kind_and_dtype(name, "trainable" if name in trained else "frozen")
         self.update_aliases()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmldlm.checkpoints.files.tensor_writer import TensorSpec
 from mmldlm.checkpoints.files.torch_file import TorchFile
-from mmldlm.checkpoints.files.torch_writer import TorchFileLayout, TorchFileWriter, scalar
+from mmldlm.checkpoints.files.torch_writer import scalar
 from mmldlm.checkpoints.files.unpickler import TensorRef, module_names_of
 from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest
 from mmldlm.checkpoints.formats.deepspeed_files import add_deepspeed_state, write_deepspeed_state
@@ -21,9 +21,9 @@ from mmldlm.checkpoints.formats.optimizer import (
     OptimizerMetadata,
     applied_steps,
     configured_dtype,
-    group_names,
     group_settings,
     moments_by_name,
+    named_groups,
     states_by_index,
     to_plain_value,
     torch_metadata,
@@ -193,7 +193,8 @@ class ModelFile(WeightSource):
             return
         aliases = state.get("aliases")
         self.mark_tied(aliases if isinstance(aliases, dict) else {}, file.path)
-        names = self.resolve_tied(group_names(file, state.get("param_names")), file.path)
+        groups = named_groups(self, file, state.get("param_names"))
+        names = [name for group in groups for name in group]
         buffers = state.get("buffer_names") or []
         self.classify(set(names), set(buffers))
         if self.options.with_moments:
@@ -211,9 +212,7 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     source = opened.weights
     file = source.files[1]
     state = file.load_dict()
-    names = state.get("param_names")
-    owners = iter(source.resolve_tied(group_names(file, names), file.path))
-    names_of = [[next(owners) for _ in group] for group in names or []]
+    names_of = named_groups(source, file, state.get("param_names"))
     tables = state.get("param_groups")
     if not isinstance(tables, list) or len(tables) != len(names_of):
         tables = [{} for _ in names_of]
@@ -242,9 +241,8 @@ def plan_model_file(
         names: Every name in the file -> source name; tied weights share one.
         path: File to write.
     """
-    layout = TorchFileLayout({name: tensors[owner] for name, owner in names.items()}, path.stem)
-    file = TorchFileWriter(path, [layout])
-    plan = WritePlan([file])
+    plan = WritePlan()
+    file = plan.new_file(path, {name: tensors[owner] for name, owner in names.items()})
     for name, tensor in tensors.items():
         plan.add_whole(name, WEIGHT, file, tensor)
     return plan
@@ -280,8 +278,7 @@ def plan_model_and_optimizer(
         "buffer_names": [name for name, info in source.tensors.items() if info.kind == "buffer"],
         "aliases": {name: info.alias_of for name, info in source.tensors.items() if info.alias_of},
     }
-    file = TorchFileWriter(folder / OPTIMIZER_FILE, [TorchFileLayout(value, "optimizer")])
-    plan.files.append(file)
+    file = plan.new_file(folder / OPTIMIZER_FILE, value)
     for index, state in states.items():
         for what in source.moments_of(names[index]):
             plan.add_whole(names[index], what, file, state[what])

@@ -487,11 +487,11 @@ def check_equal_steps(files: list[TorchFile], states: list[list[TensorState]]) -
     return bool(states[0])
 
 
-def group_names(file: TorchFile, names: Any) -> list[str]:
-    """Return the flat list of [[names of group 0], ...].
+def named_groups(source: WeightSource, file: TorchFile, names: Any) -> list[list[str]]:
+    """Return [[names of group 0], ...] as a file lists them, each the name that stores the weight.
 
     Raises:
-        UserError: anything else.
+        UserError: anything else, or a name that is not in the checkpoint.
     """
     is_list = isinstance(names, list) and all(isinstance(group, list) for group in names)
     flat = [name for group in names for name in group] if is_list else []
@@ -503,4 +503,5 @@ def group_names(file: TorchFile, names: Any) -> list[str]:
         raise corrupt_file_error(
             file.path, "names of the optimizer's parameters that are not a list of lists of names"
         )
-    return flat
+    owners = iter(source.resolve_tied(flat, file.path))
+    return [[next(owners) for _ in group] for group in names]
