@@ -59,9 +59,13 @@ from mmldlm.checkpoints.manifest import (
     ENGINE_FOLDER,
     EXPORTS,
     LATEST,
+    MANIFEST,
     SUB_GROUP_SIZE,
     TARGETS,
+    TENSOR_TABLE,
     ZERO_TAG,
+    read_manifest,
+    tensor_table,
 )
 from mmldlm.checkpoints.model_card import write_model_card
 from mmldlm.checkpoints.output_folder import (
@@ -71,8 +75,8 @@ from mmldlm.checkpoints.output_folder import (
     partial_path,
     write_atomically,
 )
-from mmldlm.checkpoints.tensor_table import check_tensors, tensor_table
 from mmldlm.checkpoints.to_checkpoint import copy_run, optimizer_for
+from mmldlm.config.renamed_keys import is_removed_weight
 from mmldlm.distributed.collectives import Ranks
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.moments import MOMENTS
@@ -280,7 +284,8 @@ class _Planned(NamedTuple):
 def _plan(opened: OpenedCheckpoint, options: ConvertOptions, folder: Path) -> _Planned:
     weights = opened.weights
     check_links(opened)
-    check_tensors(weights, opened.checkpoint)
+    if opened.checkpoint is not None:
+        _check_tensors(weights, opened.checkpoint)
     if options.ema:
         weights.use_ema()
     world_size, export, optimizer = _world_size(opened, options), None, None
@@ -305,6 +310,32 @@ def _plan(opened: OpenedCheckpoint, options: ConvertOptions, folder: Path) -> _P
     )
     plan, write_others = registry.writer_of(options.to).plan_write(request)
     return _Planned(world_size, export, optimizer, folder, plan, write_others)
+
+
+def _check_tensors(weights: WeightSource, checkpoint: Path) -> None:
+    """Compare the weights of a checkpoint of mmldlm with the table in its manifest, which those of
+    0.1.0 do not have, and note those that no model of today has.
+
+    Raises:
+        UserError: a weight is missing, is one too many, or has another shape.
+    """
+    removed = sorted({name.split(".")[0] for name in weights.tensors if is_removed_weight(name)})
+    if removed:
+        weights.notes.append(
+            f"mmldlm does not read {', '.join(removed)}.* any more (docs/results/options.md)"
+        )
+    found = tensor_table({name: info.shape for name, info in weights.tensors.items()})
+    expected = read_manifest(checkpoint).get(TENSOR_TABLE, found)
+    if not isinstance(expected, dict):
+        expected = {}
+    for name in expected | found:
+        shapes = [table.get(name, "no such weight") for table in (expected, found)]
+        if shapes[0] != shapes[1]:
+            raise UserError(
+                f"{name}: {shapes[0]}, as {checkpoint / MANIFEST} says",
+                f"{shapes[1]} in {weights.path}",
+                "restore the checkpoint as it was saved; the two are of different runs",
+            )
 
 
 def _stays_run(opened: OpenedCheckpoint, options: ConvertOptions) -> bool:

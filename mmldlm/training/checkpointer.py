@@ -15,9 +15,8 @@ from typing import Any, TypeVar
 import torch
 
 from mmldlm.checkpoints import best, commit, locate, retention
-from mmldlm.checkpoints.manifest import ENGINE_FOLDER, LAST_BEST, is_as_saved
+from mmldlm.checkpoints.manifest import ENGINE_FOLDER, LAST_BEST, is_as_saved, tensor_table
 from mmldlm.checkpoints.resume import ResumeReader, open_training_state
-from mmldlm.checkpoints.tensor_table import tensor_table
 from mmldlm.config.resume_compat import CONFIG_FILE, check_resume_config
 from mmldlm.engines.base import Engine
 from mmldlm.engines.ema import WeightAverage
