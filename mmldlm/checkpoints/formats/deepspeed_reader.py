@@ -67,10 +67,10 @@ from mmldlm.checkpoints.formats.universal_folder import (
     universal_steps,
 )
 from mmldlm.checkpoints.formats.weight_source import (
-    FileRange,
     Parts,
     TensorInfo,
     WeightSource,
+    whole_tensor,
 )
 from mmldlm.checkpoints.formats.zero0_masters import Masters, match_masters
 from mmldlm.errors import UserError
@@ -177,9 +177,7 @@ class ZeroCheckpoint(WeightSource):
         for name in trainable:
             file.check_ref(module[name], name)
             if module[name].is_contiguous and module[name].numel:
-                self.low_precision_copies[name] = [
-                    FileRange(file, module[name], 0, module[name].numel)
-                ]
+                self.low_precision_copies[name] = whole_tensor(file, module[name])
 
     def _check_universal_steps(self, model: TorchFile, state: dict, names: list[str]) -> None:
         """Compare the optimizer's steps with each other and with the model file's.

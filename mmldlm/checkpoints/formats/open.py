@@ -9,7 +9,7 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
@@ -186,41 +186,32 @@ def _note_foreign_objects(weights: WeightSource) -> None:
         )
 
 
-@contextlib.contextmanager
-def report_deletion(path: Path | str) -> Iterator[None]:
-    """Report that a run has deleted the checkpoint if this causes an error while it is read.
-
-    Raises:
-        UserError: the checkpoint at `path` was there when the block began, and is gone.
-    """
-    path = Path(path)
-    folder = path.resolve()
-    with contextlib.suppress(MmldlmError, OSError):
-        # Resolved now, because `latest` moves on while the checkpoint is read.
-        folder = locate_checkpoint(path) if _is_run_checkpoint(path) else folder
-    was_there = (folder / MANIFEST).exists()
-    try:
-        yield
-    except (MmldlmError, OSError, ValueError) as error:
-        if not was_there or (folder / MANIFEST).exists():
-            raise
-        raise UserError(
-            f"a checkpoint that stays while it is read: {folder}",
-            "its run deleted it meanwhile",
-            f"take {folder.parent.parent / LATEST}, which names the newest one, or keep more of"
-            " them",
-        ) from error
-
-
 def reports_deletion(
-    convert: Callable[Concatenate[Path | str, P], T],
+    read: Callable[Concatenate[Path | str, P], T],
 ) -> Callable[Concatenate[Path | str, P], T]:
-    """Wrap a function whose first argument is a source with report_deletion."""
+    """Wrap a function whose first argument is a source: if it fails because a run has deleted the
+    checkpoint meanwhile, the error says so.
+    """
 
-    @functools.wraps(convert)
+    @functools.wraps(read)
     def wrapped(source: Path | str, *args: P.args, **options: P.kwargs) -> T:
-        with report_deletion(source):
-            return convert(source, *args, **options)
+        path = Path(source)
+        folder = path.resolve()
+        with contextlib.suppress(MmldlmError, OSError):
+            # Resolved now, because `latest` moves on while the checkpoint is read.
+            folder = locate_checkpoint(path) if _is_run_checkpoint(path) else folder
+        was_there = (folder / MANIFEST).exists()
+        try:
+            return read(source, *args, **options)
+        except (MmldlmError, OSError, ValueError) as error:
+            if not was_there or (folder / MANIFEST).exists():
+                raise
+            raise UserError(
+                f"a checkpoint that stays while it is read: {folder}",
+                "its run deleted it meanwhile",
+                f"take {folder.parent.parent / LATEST}, which names the newest one, or keep more"
+                " of them",
+            ) from error
 
     return wrapped
 

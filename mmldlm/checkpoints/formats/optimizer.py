@@ -26,10 +26,10 @@ from mmldlm.checkpoints.files.torch_file import (
 from mmldlm.checkpoints.files.torch_writer import GlobalRef, ObjectSpec
 from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef, dtype_name
 from mmldlm.checkpoints.formats.weight_source import (
-    FileRange,
     OpenedCheckpoint,
     Parts,
     WeightSource,
+    whole_tensor,
 )
 from mmldlm.checkpoints.manifest import RUN_CONFIG, STATE_FILE
 from mmldlm.errors import UserError
@@ -435,7 +435,7 @@ def moments_by_name(
                     file.path,
                     f"{key} of {name} of shape {ref.shape}, the weight has {shapes[name]}",
                 )
-            moments[key][name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
+            moments[key][name] = whole_tensor(file, ref)
     return moments
 
 

@@ -31,11 +31,11 @@ from mmldlm.checkpoints.formats.part_files import (
     read_shard_index,
 )
 from mmldlm.checkpoints.formats.weight_source import (
-    FileRange,
     OpenedCheckpoint,
     ReadOptions,
     TensorInfo,
     WeightSource,
+    whole_tensor,
 )
 from mmldlm.checkpoints.manifest import SAFETENSORS_FILE, SAFETENSORS_INDEX
 from mmldlm.errors import UserError
@@ -226,7 +226,7 @@ class SafetensorsModel(WeightSource):
         dtype, shape, _ = file.tensors[name]
         ref = TensorRef(dtype, shape, row_major(shape), name, 0, numel(shape))
         self.tensors[name] = TensorInfo(name, dtype, shape, "parameter")
-        self.parts[name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
+        self.parts[name] = whole_tensor(file, ref)
 
     def _read_shards(self, index: Path) -> None:
         shard_of = read_shard_index(index)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mmldlm.checkpoints.files.dtypes import DTYPES, numel
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef
-from mmldlm.checkpoints.formats.weight_source import FileRange, Parts, TensorInfo, WeightSource
+from mmldlm.checkpoints.formats.weight_source import Parts, TensorInfo, WeightSource, whole_tensor
 from mmldlm.checkpoints.formats.wrapper_names import AVERAGED, is_averaged
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import count_noun, join_some
@@ -551,7 +551,7 @@ class FileTensor(StoredTensor):
                 found,
                 "save them with .contiguous()",
             )
-        return [FileRange(self.file, ref, 0, ref.numel)] if ref.numel else []
+        return whole_tensor(self.file, ref)
 
 
 def tree_of(
@@ -641,4 +641,4 @@ def add_tensors(
             )
             continue
         source.tensors[name] = TensorInfo(name, ref.dtype, ref.shape, kinds.get(name, "parameter"))
-        source.parts[name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
+        source.parts[name] = whole_tensor(file, ref)

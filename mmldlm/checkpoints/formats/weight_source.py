@@ -99,6 +99,11 @@ class FileRange(NamedTuple):
     count: int
 
 
+def whole_tensor(file: TensorFile, ref: TensorRef) -> list[FileRange]:
+    """Return the parts of a tensor that is stored in one piece."""
+    return [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
+
+
 class RegularParts(Sequence[FileRange]):
     """The parts of a tensor that many ranks saved, each made when it is read: 1,024 ranks and 500
     tensors with two moments have 1.5 million.
