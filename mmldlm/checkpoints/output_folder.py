@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.files.file_io import open_regular_descriptor
+from mmldlm.checkpoints.files.file_io import open_regular_descriptor, read_json_object
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint
 from mmldlm.checkpoints.manifest import (
     CONFIG_FILE,
@@ -523,15 +523,8 @@ def model_folder(opened: OpenedCheckpoint) -> Path | None:
 
 
 def _is_model_config(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    try:
-        config = json.loads(read_bytes(path))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and any(
-        key in config for key in ("model_type", "architectures", "architecture")
-    )
+    config = read_json_object(path)
+    return any(key in config for key in ("model_type", "architectures", "architecture"))
 
 
 def _copy_config(

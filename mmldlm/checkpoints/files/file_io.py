@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import resource
 import threading
@@ -22,7 +23,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from mmldlm.utils.input_files import check_kind, require_regular
+from mmldlm.utils.input_files import check_kind, read_bytes, require_regular
 from mmldlm.utils.resources import available_cpus, raise_open_files
 
 # -- Descriptors
@@ -77,6 +78,15 @@ def open_regular_descriptor(path: Path) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; {} if there is no such file, or none that can be read."""
+    try:
+        value = json.loads(read_bytes(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 # -- Writing

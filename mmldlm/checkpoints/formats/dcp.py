@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.files.dtypes import numel
+from mmldlm.checkpoints.files.file_io import read_json_object
 from mmldlm.checkpoints.files.tensor_writer import TensorSpec
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.torch_writer import (
@@ -235,10 +236,7 @@ def _refuse_megatron(path: Path) -> None:
     """Raise UserError for a checkpoint of Megatron-core, which stores all layers of a stack as one
     tensor.
     """
-    try:
-        backend = json.loads(read_bytes(path / "metadata.json")).get("sharded_backend")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        backend = None
+    backend = read_json_object(path / "metadata.json").get("sharded_backend")
     if backend or (path / "common.pt").is_file():
         raise _megatron_error(
             path, f"one of Megatron-core ({'metadata.json' if backend else 'common.pt'} beside it)"

@@ -13,9 +13,13 @@ from mmldlm.checkpoints.formats.base import WriteRequest
 from mmldlm.checkpoints.formats.deepspeed_files import (
     STEPS_AHEAD,
     find_states,
+    group_tables,
     inner_optimizer,
+    optimizer_steps,
     param_shapes,
+    states_of,
     steps_ahead,
+    torch_optimizer,
 )
 from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.deepspeed_writer import (
@@ -30,8 +34,8 @@ from mmldlm.checkpoints.formats.optimizer import (
     group_settings,
     named_groups,
     read_scaling,
-    to_plain_value,
 )
+from mmldlm.checkpoints.formats.universal_folder import is_universal, universal_steps
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptions, WeightSource
 from mmldlm.checkpoints.manifest import UNIVERSAL_TAG, ZERO_TAG
 from mmldlm.errors import UserError
@@ -94,9 +98,7 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     notes: list[str] = []
     model_states = _other_entries(model, state, notes)
     file, inner, optimizer = _optimizer_of(source, model, state)
-    tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        tables = []
+    tables = group_tables(optimizer)
     config = state.get("ds_config")
     config = config if isinstance(config, dict) else {}
     names_of = _group_names(source, model, state, file, tables)
@@ -120,13 +122,18 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     except ValueError:
         config = {}
         notes.append("ds_config holds an object of a class and was left out")
-    steps = _steps(file, optimizer, source)
+    _check_states(file, optimizer)
+    found = [step for step in optimizer_steps(file, optimizer) if step is not None]
+    if not found and is_universal(source.path):
+        names = [name for group in names_of for name in group]
+        found = [step for _, step in universal_steps(source, names)]
+    steps = float(found[0]) if found else None
     if (ahead := steps_ahead(state, steps)) > 0:
         model_states[STEPS_AHEAD] = ahead
     return OptimizerMetadata(
         groups=[Group(names, values) for names, values in zip(names_of, settings)],
         steps=steps,
-        compute_dtype=_compute_dtype(source),
+        compute_dtype=_compute_dtype(source, state),
         model_states=model_states,
         optimizer=read_scaling(inner),
         ds_config=config,
@@ -173,7 +180,7 @@ def _optimizer_of(
     file = _first(source, "optim_states.pt")
     if file is not None:
         inner = inner_optimizer(file)
-        return file, inner, inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))
+        return file, inner, torch_optimizer(inner)
     if source.stage == 0:
         inner = state.get("optimizer")
         inner = inner if isinstance(inner, dict) else {}
@@ -202,13 +209,9 @@ def _join_sub_groups(
     return [[name for _ in range(count) for name in next(remaining)] for count in counts]
 
 
-def _steps(file: TorchFile, optimizer: Any, source: WeightSource) -> float | None:
-    states: Any = optimizer.get("state") if isinstance(optimizer, dict) else optimizer
-    if isinstance(states, dict):
-        states = list(states.values())
-    states = states if isinstance(states, list) else []
-    states = [state for state in states if isinstance(state, dict)]
-    for state in states:
+def _check_states(file: TorchFile, optimizer: Any) -> None:
+    """Raise UserError if the optimizer keeps tensors that AdamW and Muon do not have."""
+    for state in states_of(optimizer):
         extra = [
             key
             for key in state
@@ -220,23 +223,12 @@ def _steps(file: TorchFile, optimizer: Any, source: WeightSource) -> float | Non
                 f"{join_some(extra)} too (amsgrad, or another optimizer)",
                 "take the weights alone with --to safetensors; such state cannot be carried over",
             )
-    for state in states:
-        if "step" in state:
-            return float(to_plain_value(file, state["step"]))
-    tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    steps = tables[0].get("step") if tables else None
-    if steps is None and (path := next((source.path / ZERO_TAG).rglob("step.pt"), None)):
-        file = TorchFile(path)
-        source.files.append(file)
-        steps = file.load()
-    return None if steps is None else float(to_plain_value(file, steps))
 
 
-def _compute_dtype(source: WeightSource) -> str:
+def _compute_dtype(source: WeightSource, state: dict) -> str:
     """Return the dtype of the model file's weights; ZeRO-3 leaves empty tensors there, which have
     it too.
     """
-    state = source.files[0].load_dict()
     module = state.get("module") if isinstance(state.get("module"), dict) else {}
     for name, info in source.tensors.items():
         if info.kind == "trainable" and isinstance(module.get(name), TensorRef):

@@ -516,19 +516,10 @@ def _model_counters(state: dict) -> dict[str, Any]:
 
 def _optimizer_counters(file: TorchFile, inner: dict) -> dict[str, Any]:
     """Return the counters of an optimizer file; "step" and "lr" are lists."""
-    optimizer: Any = inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))
-    tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    tables = (
-        [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
-    )
-    # Older versions of FusedAdam keep the step in the tables.
-    in_tables = [read_scalar(file, table["step"]) for table in tables if "step" in table]
-    counters = {
-        "step": [
-            *(read_scalar(file, state.get("step")) for state in _states(optimizer)),
-            *in_tables,
-        ],
-        "lr": [read_scalar(file, table.get("lr")) for table in tables],
+    optimizer = torch_optimizer(inner)
+    counters: dict[str, Any] = {
+        "step": optimizer_steps(file, optimizer),
+        "lr": [read_scalar(file, table.get("lr")) for table in group_tables(optimizer)],
     }
     scaler = inner.get("loss_scaler")
     if isinstance(scaler, OpaqueObject) and isinstance(scaler.state, dict):
@@ -536,11 +527,32 @@ def _optimizer_counters(file: TorchFile, inner: dict) -> dict[str, Any]:
     return counters
 
 
+def torch_optimizer(inner: dict) -> Any:
+    """Return the state_dict of the torch optimizer, or elastic list of its states, in DeepSpeed's
+    optimizer.
+    """
+    return inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))
+
+
+def group_tables(optimizer: Any) -> list[dict]:
+    """Return the param_groups of a torch optimizer's state_dict; [] if they are not tables."""
+    tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+    is_list = isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
+    return tables if is_list else []
+
+
+def optimizer_steps(file: TorchFile, optimizer: Any) -> list[Any]:
+    """Return the step counts of an optimizer's tensors and groups; None where there is none."""
+    # Older versions of FusedAdam keep the step in the tables.
+    tables = [table for table in group_tables(optimizer) if "step" in table]
+    return [read_scalar(file, state.get("step")) for state in (*states_of(optimizer), *tables)]
+
+
 def _number(value: Any) -> float | int | None:
     return value if isinstance(value, (int, float)) else None
 
 
-def _states(optimizer: Any) -> Iterator[dict]:
+def states_of(optimizer: Any) -> Iterator[dict]:
     """Yield the states of an optimizer's tensors in a fixed order."""
     states: Any = optimizer
     if isinstance(states, dict):

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import re
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
-from mmldlm.checkpoints.files.file_io import closed_on_error
+from mmldlm.checkpoints.files.file_io import closed_on_error, read_json_object
 from mmldlm.checkpoints.files.torch_file import TorchFile
 from mmldlm.checkpoints.formats import part_files, registry
 from mmldlm.checkpoints.formats.ema import add_ema
@@ -42,7 +41,6 @@ from mmldlm.checkpoints.manifest import (
 )
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import join_some
-from mmldlm.utils.input_files import read_bytes
 
 P, T = ParamSpec("P"), TypeVar("T")
 # Buffers of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is
@@ -267,22 +265,15 @@ def _is_manifest(path: Path) -> bool:
     # The reader of manifests reports a folder or a FIFO.
     if not path.is_file():
         return os.path.lexists(path)
-    try:
-        value = json.loads(read_bytes(path))
-    except (OSError, ValueError, RecursionError):
-        return (path.parent / ENGINE_FOLDER).is_dir() or registry.detect(path.parent) is None
-    return isinstance(value, dict) and (
-        value.get("format") == FORMAT or (path.parent / ENGINE_FOLDER).is_dir()
-    )
+    if (path.parent / ENGINE_FOLDER).is_dir():
+        return True
+    content = read_json_object(path)
+    return content.get("format") == FORMAT if content else registry.detect(path.parent) is None
 
 
 def _refuse_store(path: Path) -> None:
     """Raise UserError for a folder of prepared data, which has a manifest of another kind."""
-    try:
-        kind = json.loads(read_bytes(path / MANIFEST))["format"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return
-    if kind in ("mmldlm-store", "mmldlm-files"):
+    if read_json_object(path / MANIFEST).get("format") in ("mmldlm-store", "mmldlm-files"):
         raise UserError(
             f"a run or a checkpoint at {path}", "a store of prepared data", "give e.g. RUN/latest"
         )
@@ -293,14 +284,10 @@ def mark_buffers(weights: WeightSource, folder: Path) -> None:
 
     Otherwise --dtype would round them, and they would count as parameters.
     """
-    try:
-        config = json.loads(read_bytes(folder / CONFIG_FILE))
-    except (OSError, ValueError, RecursionError):
-        return
-    if isinstance(config, dict):
-        listed = config.get(
-            "buffers", _BUFFERS if config.get("architecture") == "MultimodalMMDiT" else ()
-        )
-        for name in listed if isinstance(listed, list | tuple) else ():
-            if name in weights.tensors and weights.tensors[name].kind == "parameter":
-                weights.set_kind_and_dtype(name, "buffer")
+    config = read_json_object(folder / CONFIG_FILE)
+    is_mmdit = config.get("architecture") == "MultimodalMMDiT"
+    listed = config.get("buffers", _BUFFERS if is_mmdit else ())
+    if isinstance(listed, list | tuple):
+        names = {name for name in listed if isinstance(name, str)}
+        for name in names.intersection(weights.unclassified):
+            weights.set_kind_and_dtype(name, "buffer")

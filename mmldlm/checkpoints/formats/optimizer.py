@@ -10,13 +10,13 @@ index is that of the group.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmldlm.checkpoints.files.dtypes import DTYPES, WIDE_FLOATS
+from mmldlm.checkpoints.files.file_io import read_json_object
 from mmldlm.checkpoints.files.tensor_writer import TensorSpec
 from mmldlm.checkpoints.files.torch_file import (
     SAME_SAVE_HINT,
@@ -34,7 +34,6 @@ from mmldlm.checkpoints.formats.weight_source import (
 from mmldlm.checkpoints.manifest import RUN_CONFIG, STATE_FILE
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
-from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.moments import MOMENTS, moment_keys
 
 # Entries that DeepSpeed saves next to its loss scaler.
@@ -282,7 +281,7 @@ def torch_metadata(
 
 def applied_steps(opened: OpenedCheckpoint) -> float | None:
     """Return the optimizer's step count from training_state.json; None if it is not recorded."""
-    state = _read_json(opened.checkpoint / STATE_FILE) if opened.checkpoint else {}
+    state = read_json_object(opened.checkpoint / STATE_FILE) if opened.checkpoint else {}
     steps = state.get("applied_steps")
     return float(steps) if isinstance(steps, int) else None
 
@@ -302,14 +301,6 @@ def configured_dtype(opened: OpenedCheckpoint) -> str:
         if isinstance(training, dict)
         else "float32"
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(read_bytes(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 # -- Moments
