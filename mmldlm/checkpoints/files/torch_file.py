@@ -78,6 +78,21 @@ def open_for_reading(path: Path) -> int:
         ) from error
 
 
+def read_exactly(path: Path, fd: int, view: memoryview, position: int) -> None:
+    """Fill `view` with the bytes from `position` of an open file.
+
+    Raises:
+        UserError: the file ends before; the error names `path`.
+    """
+    while view:
+        count = os.preadv(fd, [view], position)
+        if count == 0:
+            raise corrupt_file_error(
+                path, f"the file ends at byte {position} while it is being read"
+            )
+        view, position = view[count:], position + count
+
+
 class _Record:
     __slots__ = ("start", "size", "crc", "read", "is_touched", "is_verified")
 
@@ -236,16 +251,6 @@ class TorchFile:
         """Return up to `count` bytes of the zip."""
         return os.pread(self._fd, count, self._base + position)
 
-    def _pread_into(self, view: memoryview, position: int) -> None:
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._fd, [view[done:]], self._base + position + done)
-            if count == 0:
-                raise corrupt_file_error(
-                    self.path, f"the file ends at byte {position + done} while it is being read"
-                )
-            done += count
-
     def read_into(self, name: str, start: int, view: memoryview) -> int | None:
         """Fill `view` with the record's bytes from `start`; return their CRC-32 if it was
         computed. Thread-safe.
@@ -257,7 +262,7 @@ class TorchFile:
                 f"a tensor needs bytes {start}..{end} of record {name}, which has {record.size}"
             )
             raise corrupt_file_error(self.path, found)
-        self._pread_into(view, record.start + start)
+        read_exactly(self.path, self._fd, view, self._base + record.start + start)
         if not record.is_verified and view:
             record.is_touched = True
             return record.read.add(start, view)
@@ -270,7 +275,7 @@ class TorchFile:
         for start, end in gaps:
             for low in range(start, end, CHUNK_BYTES):
                 view = memoryview(buffer)[: min(CHUNK_BYTES, end - low)]
-                self._pread_into(view, record.start + low)
+                read_exactly(self.path, self._fd, view, self._base + record.start + low)
                 record.read.add(low, view)
 
     def check_record(self, name: str) -> None:

@@ -285,10 +285,6 @@ def _rebuild_from_type_v2(function, kind, args, state):
 _TENSOR_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
-def _size(values=()):
-    return tuple(values)
-
-
 # Members of enums in ordinary checkpoints, with their values.
 _ENUMS: dict[str, dict[str, Any]] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": {
@@ -331,7 +327,7 @@ STORAGES = {
 _GLOBALS: dict[tuple[str, str], Any] = {
     ("builtins", "getattr"): _AllowedCall(_enum_member),
     ("collections", "OrderedDict"): _AllowedCall(_Dict),
-    ("torch", "Size"): _AllowedCall(_size),
+    ("torch", "Size"): _AllowedCall(tuple),
     ("torch._utils", "_rebuild_tensor_v2"): _AllowedCall(_rebuild_tensor_v2),
     ("torch._utils", "_rebuild_tensor_v3"): _AllowedCall(_rebuild_tensor_v3),
     ("torch._utils", "_rebuild_parameter"): _AllowedCall(_rebuild_parameter),

@@ -345,7 +345,7 @@ def plan_dcp(
     Args:
         optimizer: Optimizer metadata; None to write the weights alone.
     """
-    items: list[list[tuple[str, str, TensorSpec, int, tuple[int, ...]]]] = [
+    items: list[list[tuple[str, str, TensorSpec, tuple[int, ...]]]] = [
         [] for _ in range(world_size)
     ]
     described: dict[str, tuple[str, tuple[int, ...], list[tuple]]] = {}
@@ -361,15 +361,15 @@ def plan_dcp(
                 [(offsets, sizes) for _, offsets, sizes in chunks],
             )
             for rank, offsets, sizes in chunks:
-                items[rank].append((name, what, TensorSpec(dtype, sizes), rank, offsets))
+                items[rank].append((name, what, TensorSpec(dtype, sizes), offsets))
     plan, places = WritePlan(), {}
     for rank, held in enumerate(items):
-        layouts = [TorchFileLayout(tensor, "archive") for _, _, tensor, _, _ in held]
+        layouts = [TorchFileLayout(tensor, "archive") for _, _, tensor, _ in held]
         if not layouts:
             continue
         file = TorchFileWriter(folder / f"__{rank}_0.distcp", layouts)
         plan.files.append(file)
-        for (name, what, tensor, _, offsets), layout, base in zip(held, layouts, file.bases):
+        for (name, what, tensor, offsets), layout, base in zip(held, layouts, file.bases):
             start = offsets[0] * numel(source.tensors[name].shape[1:]) if offsets else 0
             plan.add(name, what, [WriteSegment(file, tensor, 0, start, tensor.numel)])
             places[_key(name, what), offsets] = (file.path.name, base, layout.size)

@@ -332,8 +332,10 @@ class ZeroCheckpoint(WeightSource):
             flats = [flats[index] for flats in all_flats]
             pads = inner_paddings(optim[0], inners[0], index, len(group))
             needed = sum(map(numel, group.values())) + sum(pads)
-            self._check_slices(optim, flats, needed, index)
             sizes = slice_sizes(needed, len(optim))
+            is_padded = sum(flat.numel for flat in flats) == sum(padded for padded, _ in sizes)
+            expected = [padded if is_padded else held for padded, held in sizes]
+            _check_sizes(optim, flats, expected, f"group {index}")
             moments = flat_moments(optim, states, index, sizes) if states else {}
             offset = 0
             for (name, shape), pad in zip(group.items(), pads):
@@ -346,21 +348,6 @@ class ZeroCheckpoint(WeightSource):
                 offset += numel(shape) + pad
         self.update_aliases()
         self.tensors = {name: self.tensors[name] for name in module}
-
-    def _check_slices(
-        self, optim: list[TorchFile], flats: list[TensorRef], needed: int, group: int
-    ) -> None:
-        """Check that every rank holds its equal slice, with or without the tail padding."""
-        sizes = slice_sizes(needed, len(flats))
-        is_padded = sum(flat.numel for flat in flats) == sum(padded for padded, _ in sizes)
-        for rank, (file, flat) in enumerate(zip(optim, flats)):
-            expected = sizes[rank][0 if is_padded else 1]
-            if flat.numel != expected or flat.dtype != flats[0].dtype:
-                found = (
-                    f"{flat.numel} {flat.dtype} elements of group {group} on rank {rank}, whose"
-                    f" slice is {expected}"
-                )
-                raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
 
     def _states(
         self, optim: list[TorchFile], inners: list[dict], key: str, count: int
@@ -405,13 +392,7 @@ class ZeroCheckpoint(WeightSource):
         for index, group in enumerate(groups):
             flats = [flats[index] for flats in all_flats]
             needed = sum(-(-numel(shape) // world) for shape in group.values())
-            for rank_file, flat in zip(optim, flats):
-                if flat.numel != needed or flat.dtype != flats[0].dtype:
-                    found = (
-                        f"{flat.numel} {flat.dtype} elements of sub-group {index}, its parameters"
-                        f" need {needed}"
-                    )
-                    raise corrupt_file_error(rank_file.path, found, SAME_SAVE_HINT)
+            _check_sizes(optim, flats, [needed] * world, f"sub-group {index}")
             moments = flat_moments(optim, states, index, [[needed]] * world) if states else {}
             offset = 0
             for name, shape in group.items():
@@ -475,3 +456,18 @@ def _check_in_module(
             raise corrupt_file_error(
                 file.path, f"{name} {shape} in param_shapes, {found} in module"
             )
+
+
+def _check_sizes(
+    files: list[TorchFile], flats: list[TensorRef], sizes: list[int], what: str
+) -> None:
+    """Raise UserError unless every rank's flat tensor has the size of its partition, all in one
+    dtype.
+    """
+    for rank, (file, flat, size) in enumerate(zip(files, flats, sizes)):
+        if flat.numel != size or flat.dtype != flats[0].dtype:
+            found = (
+                f"{flat.numel} {flat.dtype} elements of {what} on rank {rank}, whose partition has"
+                f" {size}"
+            )
+            raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)

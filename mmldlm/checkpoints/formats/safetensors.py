@@ -20,7 +20,7 @@ from mmldlm.checkpoints.files.dtypes import DTYPES, nbytes, numel, row_major
 from mmldlm.checkpoints.files.file_io import RangedCrc32, closed_on_error
 from mmldlm.checkpoints.files.file_kinds import HEAD_BYTES, SAFETENSORS, kind_by_bytes
 from mmldlm.checkpoints.files.tensor_writer import TensorFileWriter, TensorSpec
-from mmldlm.checkpoints.files.torch_file import corrupt_file_error, open_for_reading
+from mmldlm.checkpoints.files.torch_file import corrupt_file_error, open_for_reading, read_exactly
 from mmldlm.checkpoints.files.unpickler import TensorRef
 from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest
 from mmldlm.checkpoints.formats.export_plan import PlannedTensor
@@ -180,14 +180,7 @@ class SafetensorsFile:
 
     def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> None:
         """Fill `view` with the bytes of the elements from `start`."""
-        position = self.position_of(ref, start)
-        while view:
-            got = os.preadv(self._fd, [view], position)
-            if got == 0:
-                raise corrupt_file_error(
-                    self.path, f"the file ends at byte {position} while it is being read"
-                )
-            view, position = view[got:], position + got
+        read_exactly(self.path, self._fd, view, self.position_of(ref, start))
 
     def read_strided(self, ref: TensorRef, what: str):
         raise AssertionError("tensors are contiguous")
