@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.convert import ConvertOptions, Summary, dry_run, run_conversion
-from mmldlm.checkpoints.files.file_io import raise_malloc_thresholds
 from mmldlm.checkpoints.formats.export_plan import DTYPE_NAMES
 from mmldlm.checkpoints.inspect import diff, inspect
 from mmldlm.checkpoints.manifest import SAFETENSORS_FILE, SUB_GROUP_SIZE, TARGETS
@@ -191,7 +190,6 @@ def _dry_run(args: argparse.Namespace) -> int:
 
 
 def _run(command: Callable[[], int]) -> int:
-    raise_malloc_thresholds()
     try:
         return command()
     except BrokenPipeError:  # as in `mmldlm convert inspect SRC | head`

@@ -5,13 +5,12 @@
 * Writing: a new file of known size, written at any position.
 * Checksums: the CRC-32 of a byte range from the CRCs of its pieces (zlib's crc32_combine, which
   Python does not expose).
-* Threads: they read, check and write chunks; and the allocator settings for them.
+* Threads: they read, check and write chunks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import json
 import os
@@ -285,21 +284,3 @@ def run_in_threads(work: Callable[[T], None], items: Iterable[T]) -> None:
         thread.join()
     if errors:
         raise errors[0]
-
-
-def raise_malloc_thresholds() -> None:
-    """Keep up to 256 MiB of freed memory in this process instead of returning it to the kernel;
-    glibc only.
-
-    Chunks are allocated by the ten thousand, and fresh pages would cost more time than reading
-    them.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return
-    mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
-    # M_MMAP_THRESHOLD, at its maximum.
-    mallopt(-3, 32 << 20)
-    # M_TRIM_THRESHOLD.
-    mallopt(-1, 256 << 20)
