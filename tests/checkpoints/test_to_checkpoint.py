@@ -451,6 +451,44 @@ def test_another_optimizer_is_refused(zero_copy, tmp_path):
         convert_state(folder, tmp_path / "out", "zero3", 2)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"aliases": {"a": ["b"]}},
+        {"aliases": ["a", "b"]},
+        {"buffer_names": [["a"]]},
+        {"buffer_names": 3},
+    ],
+)
+def test_names_of_another_kind_beside_an_optimizer(tmp_path, change):
+    """They ended in a traceback: lists and numbers in the place of names."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    weights = {"a": torch.ones(2, 2), "b": torch.zeros(2, 2)}
+    state = {"state": {}, "param_groups": [{"params": [0, 1]}], "param_names": [["a", "b"]]}
+    (tmp_path / "in").mkdir()
+    torch.save(weights, tmp_path / "in" / "model.pt")
+    torch.save({**state, **change}, tmp_path / "in" / "optimizer.pt")
+    if "aliases" in change:
+        with pytest.raises(UserError, match="optimizer.pt"):
+            convert_state(tmp_path / "in", tmp_path / "out", "zero2", 2)
+    else:  # as if no buffers were named
+        assert convert_state(tmp_path / "in", tmp_path / "out", "zero2", 2).num_parameters == 8
+
+
+@pytest.mark.parametrize("change", [{"steps": "three"}, {"compute_dtype": "int64"}])
+def test_a_step_count_or_dtype_of_another_kind(tmp_path, change):
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    (tmp_path / "in").mkdir()
+    torch.save({"a": torch.ones(2, 2)}, tmp_path / "in" / "model.pt")
+    state = {"state": {}, "param_groups": [{"params": [0]}], "param_names": [["a"]]}
+    torch.save(state, tmp_path / "in" / "optimizer.pt")
+    convert_state(tmp_path / "in", tmp_path / "dcp", "dcp", 2)
+    path = tmp_path / "dcp" / "trainable.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match="trainable.json"):
+        convert_state(tmp_path / "dcp", tmp_path / "out", "zero2", 2)
+
+
 def test_a_full_disk_leaves_nothing(zero_dir, tmp_path, monkeypatch):
     from mmldlm.checkpoints import output_folder
     from mmldlm.checkpoints.files import file_io as output_file

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.files.dtypes import numel
+from mmldlm.checkpoints.files.dtypes import WIDE_FLOATS, numel
 from mmldlm.checkpoints.files.file_io import read_json_object
 from mmldlm.checkpoints.files.tensor_writer import TensorSpec
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
@@ -322,9 +322,11 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
         notes.append(f"{path.name} names no parameter groups: all are in one, without settings")
     for group in groups:
         group.names = source.resolve_tied(group.names, source.path)
-    steps = applied_steps(opened) if record.get("steps") is None else float(record["steps"])
-    dtype = record.get("compute_dtype") or configured_dtype(opened)
-    metadata = torch_metadata(opened, groups, steps, dtype)
+    steps, dtype = record.get("steps"), record.get("compute_dtype")
+    if not isinstance(steps, int | float | None) or dtype not in (None, *WIDE_FLOATS):
+        raise corrupt_file_error(path, f"steps {steps!r} in {dtype!r}"[:200])
+    steps = applied_steps(opened) if steps is None else float(steps)
+    metadata = torch_metadata(opened, groups, steps, dtype or configured_dtype(opened))
     saved = record.get("deepspeed")
     metadata.optimizer |= read_scaling(saved if isinstance(saved, dict) else {})
     metadata.notes += notes

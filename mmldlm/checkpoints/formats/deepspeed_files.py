@@ -275,18 +275,6 @@ def _check_shapes(file: TorchFile, key: str, shapes: dict) -> None:
             )
 
 
-def shared_params(file: TorchFile, state: dict) -> dict[str, str]:
-    """Return second name -> name of the tied weights that a model file records."""
-    shared = state.get("shared_params") or {}
-    if not isinstance(shared, dict) or not all(
-        isinstance(name, str) for pair in shared.items() for name in pair
-    ):
-        raise corrupt_file_error(
-            file.path, f"shared_params that are not names: {str(shared)[:80]}"
-        )
-    return shared
-
-
 def buffer_names(state: dict) -> set[str]:
     """Return the names of the buffers in a model_states file."""
     names = state.get("buffer_names")

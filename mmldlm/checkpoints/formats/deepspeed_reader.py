@@ -48,7 +48,6 @@ from mmldlm.checkpoints.formats.deepspeed_files import (
     open_named,
     param_shapes,
     saved_stage,
-    shared_params,
     slice_parts,
     slice_sizes,
 )
@@ -70,6 +69,7 @@ from mmldlm.checkpoints.formats.weight_source import (
     Parts,
     TensorInfo,
     WeightSource,
+    tied_names,
     whole_tensor,
 )
 from mmldlm.checkpoints.formats.zero0_masters import Masters, match_masters
@@ -158,7 +158,7 @@ class ZeroCheckpoint(WeightSource):
         self._check_universal_steps(file, state, list(trainable))
         if self.stage in (1, 2):
             self._add_universal_copies(file, module, trainable)
-        shared = shared_params(file, state)
+        shared = tied_names(state.get("shared_params"), file.path)
         own = {name: ref for name, ref in plain.items() if name not in shared or not ref.numel}
         add_tensors(self, file, own, kinds)
         self._add_frozen3(model_files, models if self.stage == 3 else [{}])
@@ -237,8 +237,7 @@ class ZeroCheckpoint(WeightSource):
 
         DeepSpeed names them from ZeRO-1 on; under ZeRO-0 mmldlm does, in the client state.
         """
-        shared = state.get("shared_params") or state.get("aliases")
-        self.mark_tied(shared if isinstance(shared, dict) else {}, file.path)
+        self.mark_tied(state.get("shared_params") or state.get("aliases"), file.path)
 
     def _add_trainable(self, name: str, shape: tuple[int, ...], parts: Parts) -> None:
         self.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
@@ -430,7 +429,7 @@ class ZeroCheckpoint(WeightSource):
             self.parts[name] = GatheredParts(files, flats, 0, numel(shape))
 
     def _add_shared3(self, file: TorchFile, state: dict) -> None:
-        for alias, owner in shared_params(file, state).items():
+        for alias, owner in tied_names(state.get("shared_params"), file.path).items():
             if owner not in self.tensors:
                 found = f"{alias} tied to {owner}, which has no weights in the checkpoint"
                 raise corrupt_file_error(file.path, found)

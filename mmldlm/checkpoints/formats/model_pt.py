@@ -14,7 +14,11 @@ from mmldlm.checkpoints.files.torch_file import TorchFile
 from mmldlm.checkpoints.files.torch_writer import scalar
 from mmldlm.checkpoints.files.unpickler import TensorRef, module_names_of
 from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest
-from mmldlm.checkpoints.formats.deepspeed_files import add_deepspeed_state, write_deepspeed_state
+from mmldlm.checkpoints.formats.deepspeed_files import (
+    add_deepspeed_state,
+    buffer_names,
+    write_deepspeed_state,
+)
 from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
 from mmldlm.checkpoints.formats.optimizer import (
     Group,
@@ -191,12 +195,10 @@ class ModelFile(WeightSource):
         if "param_names" not in state and not self.options.with_moments:
             # Old versions of mmldlm did not save the names: only the weights can be used.
             return
-        aliases = state.get("aliases")
-        self.mark_tied(aliases if isinstance(aliases, dict) else {}, file.path)
+        self.mark_tied(state.get("aliases"), file.path)
         groups = named_groups(self, file, state.get("param_names"))
         names = [name for group in groups for name in group]
-        buffers = state.get("buffer_names") or []
-        self.classify(set(names), set(buffers))
+        self.classify(set(names), buffer_names(state))
         if self.options.with_moments:
             states = states_by_index(file, state, len(names))
             shapes = {name: info.shape for name, info in self.tensors.items()}

@@ -99,6 +99,22 @@ class FileRange(NamedTuple):
     count: int
 
 
+def tied_names(saved: Any, listed_in: Path) -> dict[str, str]:
+    """Return second name -> name of tied weights, as a file records them; {} for None.
+
+    Raises:
+        UserError: anything else; it names `listed_in`.
+    """
+    saved = {} if saved is None else saved
+    if not isinstance(saved, dict) or not all(
+        isinstance(name, str) for pair in saved.items() for name in pair
+    ):
+        raise corrupt_file_error(
+            listed_in, f"tied weights that are not pairs of names: {str(saved)[:80]}"
+        )
+    return saved
+
+
 def whole_tensor(file: TensorFile, ref: TensorRef) -> list[FileRange]:
     """Return the parts of a tensor that is stored in one piece."""
     return [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
@@ -371,13 +387,14 @@ class WeightSource:
                 name, "trainable" if name in trained else "buffer" if is_buffer else "frozen"
             )
 
-    def mark_tied(self, aliases: dict[str, str], listed_in: Path) -> None:
-        """Turn tensors that were saved twice into aliases: {second name: name}.
+    def mark_tied(self, aliases: Any, listed_in: Path) -> None:
+        """Turn tensors that were saved twice into aliases: {second name: name}, or None.
 
         Raises:
-            UserError: two tensors of different dtypes or shapes; it names `listed_in`.
+            UserError: no such dict, or two tensors of different dtypes or shapes; it names
+                `listed_in`.
         """
-        for alias, owner in aliases.items():
+        for alias, owner in tied_names(aliases, listed_in).items():
             info, other = self.tensors.get(alias), self.tensors.get(owner)
             if info is None or other is None or info.alias_of or other.alias_of:
                 continue
