@@ -86,8 +86,28 @@ class DcpFormat:
     def can_resume(self, path: Path) -> bool:
         return True
 
-    def read_optimizer_metadata(self, opened: OpenedCheckpoint):
-        return read_optimizer_metadata(opened)
+    def read_optimizer_metadata(self, opened: OpenedCheckpoint) -> OptimizerMetadata:
+        source = opened.weights
+        path = source.path / TRAINABLE_FILE
+        # DcpCheckpoint has validated the file.
+        record = json.loads(read_bytes(path))
+        groups, notes = _groups(path, record), []
+        if "groups" not in record:
+            groups = [Group(list(record["trainable"]), {})]
+            notes.append(
+                f"{path.name} names no parameter groups: all are in one, without settings"
+            )
+        for group in groups:
+            group.names = source.resolve_tied(group.names, source.path)
+        steps, dtype = record.get("steps"), record.get("compute_dtype")
+        if not isinstance(steps, int | float | None) or dtype not in (None, *WIDE_FLOATS):
+            raise corrupt_file_error(path, f"steps {steps!r} in {dtype!r}"[:200])
+        steps = applied_steps(opened) if steps is None else float(steps)
+        metadata = torch_metadata(opened, groups, steps, dtype or configured_dtype(opened))
+        saved = record.get("deepspeed")
+        metadata.optimizer |= read_scaling(saved if isinstance(saved, dict) else {})
+        metadata.notes += notes
+        return add_deepspeed_state(metadata, source.path)
 
     def plan_write(self, request: WriteRequest):
         source, optimizer = request.source, request.optimizer
@@ -304,33 +324,6 @@ def _groups(path: Path, record: dict[str, Any]) -> list[Group]:
         found = f"groups that are not a list of names and settings ({error!r})"
         raise corrupt_file_error(path, found) from error
     return groups
-
-
-# -- The optimizer
-# -------------------------------------------------------------------------------------------------
-
-
-def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
-    """See CheckpointFormat.read_optimizer_metadata."""
-    source = opened.weights
-    path = source.path / TRAINABLE_FILE
-    # DcpCheckpoint has validated the file.
-    record = json.loads(read_bytes(path))
-    groups, notes = _groups(path, record), []
-    if "groups" not in record:
-        groups = [Group(list(record["trainable"]), {})]
-        notes.append(f"{path.name} names no parameter groups: all are in one, without settings")
-    for group in groups:
-        group.names = source.resolve_tied(group.names, source.path)
-    steps, dtype = record.get("steps"), record.get("compute_dtype")
-    if not isinstance(steps, int | float | None) or dtype not in (None, *WIDE_FLOATS):
-        raise corrupt_file_error(path, f"steps {steps!r} in {dtype!r}"[:200])
-    steps = applied_steps(opened) if steps is None else float(steps)
-    metadata = torch_metadata(opened, groups, steps, dtype or configured_dtype(opened))
-    saved = record.get("deepspeed")
-    metadata.optimizer |= read_scaling(saved if isinstance(saved, dict) else {})
-    metadata.notes += notes
-    return add_deepspeed_state(metadata, source.path)
 
 
 # -- Writing

@@ -59,8 +59,53 @@ class DeepSpeedFormat:
     def can_resume(self, path: Path) -> bool:
         return True
 
-    def read_optimizer_metadata(self, opened: OpenedCheckpoint):
-        return read_optimizer_metadata(opened)
+    def read_optimizer_metadata(self, opened: OpenedCheckpoint) -> OptimizerMetadata:
+        source = opened.weights
+        model = _first(source, "model_states.pt")
+        assert model is not None
+        state = model.load_dict()
+        notes: list[str] = []
+        model_states = _other_entries(model, state, notes)
+        file, inner, optimizer = _optimizer_of(source, model, state)
+        tables = group_tables(optimizer)
+        config = state.get("ds_config")
+        config = config if isinstance(config, dict) else {}
+        names_of = _group_names(source, model, state, file, tables)
+        zero = config.get("zero_optimization")
+        if source.stage in (1, 2) and isinstance(zero, dict) and zero.get("round_robin_gradients"):
+            position_of = {name: position for position, name in enumerate(source.tensors)}
+            names_of = [sorted(group, key=position_of.__getitem__) for group in names_of]
+            notes.append(
+                "round_robin_gradients reordered the groups' parameters: written in the model's"
+                " order"
+            )
+        settings = group_settings(file, tables)
+        if len(settings) != len(names_of):
+            settings = [{} for _ in names_of]
+        if not all(settings):
+            notes.append(
+                "the optimizer's settings are not in the checkpoint: DeepSpeed's own loader would"
+                " miss them"
+            )
+        try:
+            config = copied_values(model, config, "ds_config")
+        except ValueError:
+            config = {}
+            notes.append("ds_config holds an object of a class and was left out")
+        _check_states(file, optimizer)
+        steps = _steps(source, file, optimizer, [name for group in names_of for name in group])
+        if (ahead := steps_ahead(state, steps)) > 0:
+            model_states[STEPS_AHEAD] = ahead
+        return OptimizerMetadata(
+            groups=[Group(names, values) for names, values in zip(names_of, settings)],
+            steps=steps,
+            compute_dtype=_compute_dtype(source, state),
+            model_states=model_states,
+            optimizer=read_scaling(inner),
+            ds_config=config,
+            notes=notes,
+            is_of_deepspeed=True,
+        )
 
     def plan_write(self, request: WriteRequest):
         if request.target == UNIVERSAL_TAG:
@@ -87,59 +132,6 @@ REGENERATED_KEYS = {
     "optimizer_param_names",
     "aliases",
 }
-
-
-def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
-    """See CheckpointFormat.read_optimizer_metadata."""
-    source = opened.weights
-    model = _first(source, "model_states.pt")
-    assert model is not None
-    state = model.load_dict()
-    notes: list[str] = []
-    model_states = _other_entries(model, state, notes)
-    file, inner, optimizer = _optimizer_of(source, model, state)
-    tables = group_tables(optimizer)
-    config = state.get("ds_config")
-    config = config if isinstance(config, dict) else {}
-    names_of = _group_names(source, model, state, file, tables)
-    zero = config.get("zero_optimization")
-    if source.stage in (1, 2) and isinstance(zero, dict) and zero.get("round_robin_gradients"):
-        position_of = {name: position for position, name in enumerate(source.tensors)}
-        names_of = [sorted(group, key=position_of.__getitem__) for group in names_of]
-        notes.append(
-            "round_robin_gradients reordered the groups' parameters: written in the model's order"
-        )
-    settings = group_settings(file, tables)
-    if len(settings) != len(names_of):
-        settings = [{} for _ in names_of]
-    if not all(settings):
-        notes.append(
-            "the optimizer's settings are not in the checkpoint: DeepSpeed's own loader would miss"
-            " them"
-        )
-    try:
-        config = copied_values(model, config, "ds_config")
-    except ValueError:
-        config = {}
-        notes.append("ds_config holds an object of a class and was left out")
-    _check_states(file, optimizer)
-    found = [step for step in optimizer_steps(file, optimizer) if step is not None]
-    if not found and is_universal(source.path):
-        names = [name for group in names_of for name in group]
-        found = [step for _, step in universal_steps(source, names)]
-    steps = float(found[0]) if found else None
-    if (ahead := steps_ahead(state, steps)) > 0:
-        model_states[STEPS_AHEAD] = ahead
-    return OptimizerMetadata(
-        groups=[Group(names, values) for names, values in zip(names_of, settings)],
-        steps=steps,
-        compute_dtype=_compute_dtype(source, state),
-        model_states=model_states,
-        optimizer=read_scaling(inner),
-        ds_config=config,
-        notes=notes,
-        is_of_deepspeed=True,
-    )
 
 
 def _first(source: WeightSource, ending: str) -> TorchFile | None:
@@ -223,6 +215,16 @@ def _check_states(file: TorchFile, optimizer: Any) -> None:
                 f"{join_some(extra)} too (amsgrad, or another optimizer)",
                 "take the weights alone with --to safetensors; such state cannot be carried over",
             )
+
+
+def _steps(
+    source: WeightSource, file: TorchFile, optimizer: Any, names: list[str]
+) -> float | None:
+    """Return the optimizer's step count; the reader has compared those of all tensors."""
+    steps = [step for step in optimizer_steps(file, optimizer) if step is not None]
+    if not steps and is_universal(source.path):
+        steps = [step for _, step in universal_steps(source, names)]
+    return float(steps[0]) if steps else None
 
 
 def _compute_dtype(source: WeightSource, state: dict) -> str:

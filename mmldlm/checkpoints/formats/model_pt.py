@@ -86,8 +86,24 @@ class ModelPtFormat:
         # Opening it reports what is not a regular file.
         return os.path.lexists(path / OPTIMIZER_FILE)
 
-    def read_optimizer_metadata(self, opened: OpenedCheckpoint):
-        return read_optimizer_metadata(opened)
+    def read_optimizer_metadata(self, opened: OpenedCheckpoint) -> OptimizerMetadata:
+        source = opened.weights
+        file = source.files[1]
+        state = file.load_dict()
+        names_of = named_groups(source, file, state.get("param_names"))
+        tables = state.get("param_groups")
+        if not isinstance(tables, list) or len(tables) != len(names_of):
+            tables = [{} for _ in names_of]
+        groups = [
+            Group(names, settings)
+            for names, settings in zip(names_of, group_settings(file, tables))
+        ]
+        first = next(iter((state.get("state") or {}).values()), {})
+        steps = applied_steps(opened)
+        if "step" in first:
+            steps = float(to_plain_value(file, first["step"]))
+        metadata = torch_metadata(opened, groups, steps, configured_dtype(opened))
+        return add_deepspeed_state(metadata, file.path.parent)
 
     def plan_write(self, request: WriteRequest):
         source, folder = request.source, request.folder
@@ -203,30 +219,6 @@ class ModelFile(WeightSource):
             states = states_by_index(file, state, len(names))
             shapes = {name: info.shape for name, info in self.tensors.items()}
             self.moments = moments_by_name(file, states, names, shapes) if states else {}
-
-
-# -- The optimizer
-# -------------------------------------------------------------------------------------------------
-
-
-def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
-    """See CheckpointFormat.read_optimizer_metadata."""
-    source = opened.weights
-    file = source.files[1]
-    state = file.load_dict()
-    names_of = named_groups(source, file, state.get("param_names"))
-    tables = state.get("param_groups")
-    if not isinstance(tables, list) or len(tables) != len(names_of):
-        tables = [{} for _ in names_of]
-    groups = [
-        Group(names, settings) for names, settings in zip(names_of, group_settings(file, tables))
-    ]
-    first = next(iter((state.get("state") or {}).values()), {})
-    steps = applied_steps(opened)
-    if "step" in first:
-        steps = float(to_plain_value(file, first["step"]))
-    metadata = torch_metadata(opened, groups, steps, configured_dtype(opened))
-    return add_deepspeed_state(metadata, file.path.parent)
 
 
 # -- Writing
