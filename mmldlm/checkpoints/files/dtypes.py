@@ -85,6 +85,11 @@ def bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
+def as_numbers(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Return elements in a numpy type of their own: bfloat16 as float32, all others unchanged."""
+    return bf16_to_fp32(values) if dtype == "bfloat16" else values
+
+
 def fp32_to_bf16(values: np.ndarray) -> np.ndarray:
     """Convert float32 to bfloat16 bits (uint16), rounding to nearest even as torch and CUDA; NaN
     stays NaN.
@@ -137,7 +142,7 @@ def is_mask(chunk: np.ndarray, dtype: str) -> bool:
     """Return whether a chunk holds zeros and infinities of one sign alone, as attention
     masks do.
     """
-    values = bf16_to_fp32(chunk) if dtype == "bfloat16" else chunk
+    values = as_numbers(chunk, dtype)
     # NaN differs from 0, so that it is among them.
     infinite = values[values != 0]
     return 0 < infinite.size < values.size and bool(
@@ -155,7 +160,7 @@ def cast(chunk: np.ndarray, source: str, target: str) -> np.ndarray:
         return chunk
     if source not in WIDE_FLOATS or target not in WIDE_FLOATS:
         raise ValueError(f"no cast from {source} to {target}")
-    values = bf16_to_fp32(chunk) if source == "bfloat16" else chunk
+    values = as_numbers(chunk, source)
     # The caller counts infinities; a warning would not name the tensor.
     with np.errstate(over="ignore"):
         if target == "bfloat16":

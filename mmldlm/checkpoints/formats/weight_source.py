@@ -14,7 +14,7 @@ import numpy as np
 
 from mmldlm.checkpoints.files.dtypes import (
     DTYPES,
-    bf16_to_fp32,
+    as_numbers,
     cast,
     count_nonfinite,
     is_mask,
@@ -593,12 +593,9 @@ class WeightSource:
         copy = read_parts(parts, low, master.size)
         if (dtype, low_dtype) == ("float32", "bfloat16") and is_rounded(master, copy):
             return
-        rounded = cast(master, dtype, low_dtype)
-        if np.array_equal(rounded.view(np.uint8), copy.view(np.uint8)):
-            return
-        floats = [bf16_to_fp32(x) if low_dtype == "bfloat16" else x for x in (rounded, copy)]
-        differs = floats[0] != floats[1]
-        differs &= ~(np.isnan(floats[0]) & np.isnan(floats[1]))
+        rounded = as_numbers(cast(master, dtype, low_dtype), low_dtype)
+        copy = as_numbers(copy, low_dtype)
+        differs = (rounded != copy) & ~(np.isnan(rounded) & np.isnan(copy))
         if differs.any():
             masters = sorted({part.file.path.name for part in self.parts[name]})
             raise UserError(
