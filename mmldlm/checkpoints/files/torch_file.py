@@ -514,24 +514,10 @@ def _entries(data: bytes, count: int) -> list[ZipEntry]:
     for _ in range(count):
         if at + 46 > len(data):
             raise BadZip("a directory that ends in an entry")
-        fields = struct.unpack("<IHHHHHHIIIHHHHHII", data[at : at + 46])
-        (
-            signature,
-            _,
-            _,
-            flags,
-            method,
-            _,
-            _,
-            crc,
-            stored,
-            size,
-            len_name,
-            len_extra,
-            len_comment,
-            disk,
-        ) = fields[:14]
-        header_offset = fields[16]
+        # Versions, times and attributes are skipped.
+        fields = struct.unpack("<I4xHH4xIIIHHHH6xI", data[at : at + 46])
+        signature, flags, method, crc, stored, size, *lengths, disk, header_offset = fields
+        len_name, len_extra, len_comment = lengths
         if signature != _ENTRY or disk not in (0, 0xFFFF):
             raise BadZip(f"no entry at byte {at} of the directory")
         at += 46

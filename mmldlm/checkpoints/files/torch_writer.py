@@ -337,21 +337,11 @@ def _local_header(record: _Record, crc: int) -> bytes:
     before = record.header_offset + 30 + len(record.name) + len(extra) + 4
     padding = -before % _ALIGNMENT
     extra += struct.pack("<HH", _PADDING, padding) + b"Z" * padding
-    size = min(record.nbytes, _ZIP64)
-    fields = (
-        0x04034B50,
-        45 if large else 20,
-        _flags(record),
-        0,
-        0,
-        0,
-        crc,
-        size,
-        size,
-        len(record.name),
-        len(extra),
-    )
-    return struct.pack("<IHHHHHIIIHH", *fields) + record.name + extra
+    size, lengths = min(record.nbytes, _ZIP64), (len(record.name), len(extra))
+    version = 45 if large else 20
+    # Method, time and date are zeros.
+    fields = (0x04034B50, version, _flags(record), crc, size, size, *lengths)
+    return struct.pack("<IHH6xIIIHH", *fields) + record.name + extra
 
 
 def _entry(record: _Record, crc: int) -> bytes:
@@ -359,22 +349,10 @@ def _entry(record: _Record, crc: int) -> bytes:
     wide = ([record.nbytes] * 2 if large else []) + ([record.header_offset] if far else [])
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     size, at = min(record.nbytes, _ZIP64), min(record.header_offset, _ZIP64)
-    version = 45 if wide else 20
-    fields = (
-        0x02014B50,
-        version,
-        version,
-        _flags(record),
-        0,
-        0,
-        0,
-        crc,
-        size,
-        size,
-        len(record.name),
-        len(extra),
-    )
-    return struct.pack("<IHHHHHHIIIHHHHHII", *fields, 0, 0, 0, 0, at) + record.name + extra
+    version, lengths = 45 if wide else 20, (len(record.name), len(extra))
+    # Method, time, date, comment, disk and attributes are zeros.
+    fields = (0x02014B50, version, version, _flags(record), crc, size, size, *lengths, at)
+    return struct.pack("<IHHH6xIIIHH10xI", *fields) + record.name + extra
 
 
 def _flags(record: _Record) -> int:
