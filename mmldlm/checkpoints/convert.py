@@ -70,6 +70,7 @@ from mmldlm.checkpoints.manifest import (
 from mmldlm.checkpoints.model_card import write_model_card
 from mmldlm.checkpoints.output_folder import (
     check_links,
+    check_target,
     copy_tokenizer_files,
     model_folder,
     partial_path,
@@ -185,6 +186,8 @@ def run_conversion(source: Path | str, out: Path | str, options: ConvertOptions)
     opened = _open(source, options)
     with opened.weights as weights:
         # 3.: what is written.
+        origin = opened.checkpoint or weights.path
+        check_target(origin, out, options.force)
         planned = _plan(opened, options, partial_path(out))
         notes: list[str] = []
 
@@ -198,7 +201,7 @@ def run_conversion(source: Path | str, out: Path | str, options: ConvertOptions)
         world = {} if options.to == "safetensors" else {"world_size": planned.world_size}
         marker = {"to": options.to, **world, "from": _source_metadata(opened)}
         write_atomically(
-            opened.checkpoint or weights.path,
+            origin,
             out,
             options.force,
             planned.plan.nbytes,

@@ -149,7 +149,8 @@ def write_atomically(
     marker: dict | None = None,
     fsync: bool = True,
 ) -> None:
-    """Call write(temporary folder) and rename the folder to `out` when it is complete.
+    """Call write(temporary folder) and rename the folder to `out` when it is complete. The caller
+    has called check_target.
 
     Args:
         origin: Source; `out` must be outside it.
@@ -164,9 +165,7 @@ def write_atomically(
         UserError: `out` cannot be written, or the disk has no space.
         MmldlmError: writing failed. In both cases, and if `write` raises, `out` is unchanged.
     """
-    check_target(origin, out, force)
     with _only_writer(out):
-        # Another conversion may just have ended.
         check_target(origin, out, force)
         partial = partial_path(out)
         # The leftovers of an interrupted conversion; check_target has verified that it is nothing
