@@ -50,10 +50,10 @@ from mmldlm.checkpoints.formats.deepspeed_files import (
     saved_stage,
     slice_parts,
     slice_sizes,
+    torch_optimizer,
 )
 from mmldlm.checkpoints.formats.optimizer import (
     TensorState,
-    check_equal_steps,
     flat_moments,
     moments_by_name,
     named_groups,
@@ -149,11 +149,13 @@ class ZeroCheckpoint(WeightSource):
         module = tensors_of(state.get("module"), file.path, "module", self.notes)
         groups = param_shapes(file, state)
         trainable = {name: shape for group in groups for name, shape in group.items()}
-        if self.stage == 3:
-            plain = {name: module[name] for name in module if name in buffer_names(state)}
-        else:
-            plain = {name: ref for name, ref in module.items() if name not in trainable}
-        kinds = {**dict.fromkeys(plain, "frozen"), **dict.fromkeys(buffer_names(state), "buffer")}
+        buffers = buffer_names(state)
+        plain = {
+            name: ref
+            for name, ref in module.items()
+            if (name in buffers if self.stage == 3 else name not in trainable)
+        }
+        kinds = {**dict.fromkeys(plain, "frozen"), **dict.fromkeys(buffers, "buffer")}
         add_universal(self, groups, self.options.with_moments)
         self._check_universal_steps(file, state, list(trainable))
         if self.stage in (1, 2):
@@ -322,10 +324,10 @@ class ZeroCheckpoint(WeightSource):
         add_tensors(self, file, {name: module[name] for name in names}, kinds)
         self._mark_tied(file, state)
         _check_in_module(file, module, trainable, self.parts)
-        ranks = list(zip(optim, inners))
-        states = self._states(optim, inners, "base_optimizer_state", len(groups))
+        states = self._states(optim, inners, len(groups))
         all_flats = [
-            flat_groups(f, i, "single_partition_of_fp32_groups", len(groups)) for f, i in ranks
+            flat_groups(f, i, "single_partition_of_fp32_groups", len(groups))
+            for f, i in zip(optim, inners)
         ]
         for index, group in enumerate(groups):
             flats = [flats[index] for flats in all_flats]
@@ -349,17 +351,25 @@ class ZeroCheckpoint(WeightSource):
         self.tensors = {name: self.tensors[name] for name in module}
 
     def _states(
-        self, optim: list[TorchFile], inners: list[dict], key: str, count: int
+        self, optim: list[TorchFile], inners: list[dict], count: int
     ) -> list[list[TensorState]]:
         """Return the inner optimizers' states per rank; [] if not requested, or before the first
         step.
+
+        Raises:
+            UserError: some ranks have states and some have not.
         """
         if not self.options.with_moments:
             return []
         states = [
-            states_by_index(file, inner.get(key), count) for file, inner in zip(optim, inners)
+            states_by_index(file, torch_optimizer(inner), count)
+            for file, inner in zip(optim, inners)
         ]
-        return states if check_equal_steps(optim, states) else []
+        for file, rank in zip(optim, states):
+            if bool(rank) != bool(states[0]):
+                found = f"{'an' if rank else 'no'} optimizer state, unlike {optim[0].path.name}"
+                raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
+        return states if states[0] else []
 
     # -- ZeRO-3
     # ---------------------------------------------------------------------------------------------
@@ -381,10 +391,11 @@ class ZeroCheckpoint(WeightSource):
                     f"param_shapes that differ from those in {file.path.name}",
                     SAME_SAVE_HINT,
                 )
-        buffers = {name: ref for name, ref in module.items() if name in buffer_names(state)}
+        names = buffer_names(state)
+        buffers = {name: ref for name, ref in module.items() if name in names}
         add_tensors(self, file, buffers, dict.fromkeys(buffers, "buffer"))
         world = len(optim)
-        states = self._states(optim, inners, "optimizer_state_dict", len(groups))
+        states = self._states(optim, inners, len(groups))
         all_flats = [
             flat_groups(f, i, "fp32_flat_groups", len(groups)) for f, i in zip(optim, inners)
         ]

@@ -463,21 +463,6 @@ def flat_moments(
     return flats
 
 
-def check_equal_steps(files: list[TorchFile], states: list[list[TensorState]]) -> bool:
-    """Return whether the ranks' optimizers have state.
-
-    Raises:
-        UserError: some have and some have not.
-    """
-    for file, rank in zip(files, states):
-        if bool(rank) != bool(states[0]):
-            has = "an" if rank else "no"
-            raise corrupt_file_error(
-                file.path, f"{has} optimizer state, unlike {files[0].path.name}", SAME_SAVE_HINT
-            )
-    return bool(states[0])
-
-
 def named_groups(source: WeightSource, file: TorchFile, names: Any) -> list[list[str]]:
     """Return [[names of group 0], ...] as a file lists them, each the name that stores the weight.
 
