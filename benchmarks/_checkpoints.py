@@ -181,7 +181,8 @@ PATTERN = 251
 def synthetic(args: argparse.Namespace) -> None:
     import numpy as np
 
-    from mmldlm.checkpoints.files.torch_writer import TensorSpec, write_torch
+    from mmldlm.checkpoints.files.tensor_writer import TensorSpec
+    from mmldlm.checkpoints.files.torch_writer import write_torch
 
     def values(start: int, count: int, dtype: str):
         for low in range(start, start + count, 1 << 20):

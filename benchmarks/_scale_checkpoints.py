@@ -77,8 +77,8 @@ def resume_costs(source: Path, target: str, num_ranks: int, out: Path) -> dict[s
         Files opened at most, MB that rank 0 shares, CPU seconds of a rank to read its part, and of
         rank 0 to open the files of all.
     """
+    from mmldlm.checkpoints.convert import convert_state
     from mmldlm.checkpoints.resume import open_training_state
-    from mmldlm.checkpoints.to_checkpoint import convert_state
 
     convert_state(source, out, target, num_ranks, fsync=False)
     started = time.process_time()

@@ -432,7 +432,7 @@ def fuzz(folder: Path, scratch: Path, count: int) -> tuple[int, int]:
     sys.path.insert(0, str(ROOT))
     from mmldlm.checkpoints.commit import begin
     from mmldlm.checkpoints.convert import convert as convert_here
-    from mmldlm.checkpoints.to_checkpoint import convert_state
+    from mmldlm.checkpoints.convert import convert_state
     from mmldlm.errors import UserError
 
     pending = begin(scratch / "run", 1)

@@ -382,9 +382,9 @@ def _advice(error: BaseException, folder: Path) -> str:
     # torch may hide the error of the system, which a small write then reveals.
     if code is None:
         code = _errno(_try(_try_writing, [folder], f"{_PROBE_FILE}_again"))
-    free = _free_bytes(folder)
+    free, inodes = _free_space(folder)
     if code == errno.ENOSPC or (code is None and free is not None and free < _DISK_FULL_BYTES):
-        if _free_inodes(folder) == 0:
+        if inodes == 0:
             return (
                 "; no inodes are free (df -i): delete or pack files on that disk, which holds too"
                 " many"
@@ -401,19 +401,12 @@ def _errno(error: BaseException | None) -> int | None:
     return None
 
 
-def _free_inodes(path: Path) -> int | None:
-    """Return how many files may still be created; None if the file system has no such limit."""
+def _free_space(path: Path) -> tuple[int | None, int | None]:
+    """Return the number of free bytes and of files that may still be created; None if unknown or
+    without a limit.
+    """
     for folder in (path, *path.parents):
         with contextlib.suppress(OSError):
             space = os.statvfs(folder)
-            return space.f_favail if space.f_files else None
-    return None
-
-
-def _free_bytes(path: Path) -> int | None:
-    for folder in (path, *path.parents):
-        try:
-            return shutil.disk_usage(folder).free
-        except OSError:
-            continue
-    return None
+            return space.f_bavail * space.f_frsize, space.f_favail if space.f_files else None
+    return None, None

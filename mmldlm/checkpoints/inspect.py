@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mmldlm.checkpoints.files.dtypes import COMPLEX, DTYPES, bf16_to_fp32
+from mmldlm.checkpoints.files.dtypes import COMPLEX, DTYPES, as_numbers
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
 from mmldlm.errors import UserError
@@ -172,8 +172,8 @@ def compare(a: WeightSource, b: WeightSource, strip_prefix: str = "") -> Checkpo
             if name in of_b:
                 difference.add(
                     f"{what} of {name}",
-                    a.iter_moment(what, of_a[name]),
-                    b.iter_moment(what, of_b[name]),
+                    a.iter_chunks(of_a[name], what),
+                    b.iter_chunks(of_b[name], what),
                 )
         difference.only_a += [f"{what} of {name}" for name in of_a if name not in of_b]
         difference.only_b += [f"{what} of {name}" for name in of_b if name not in of_a]
@@ -288,7 +288,7 @@ def _widened(values: np.ndarray, dtype: str) -> np.ndarray:
     """Widen to float64 (complex128); float8 stays bits, which suffices for equality."""
     if dtype in COMPLEX:
         return values.astype(np.complex128)
-    return (bf16_to_fp32(values) if dtype == "bfloat16" else values).astype(np.float64)
+    return as_numbers(values, dtype).astype(np.float64)
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import zlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,8 +68,10 @@ CHECKPOINT_FILES = {
 }
 """Names in a folder checkpoints/step_N, and what they hold, in Markdown."""
 
-# Values of `mmldlm convert --to` other than safetensors.
-TARGETS = ("model.pt", "dcp", "universal", "zero1", "zero2", "zero3", "fsdp", "ddp")
+# Values of `mmldlm convert --to`.
+TARGETS = ("safetensors", "model.pt", "dcp", "universal", "zero1", "zero2", "zero3", "fsdp", "ddp")
+# Those that hold weights alone; dcp does too if the source has no optimizer.
+EXPORTS = ("safetensors", "model.pt")
 
 
 # -- The manifest
@@ -84,6 +87,16 @@ TAIL_BYTES = 1 << 20
 _ENTRY = ("bytes", "crc32", "tail_crc32")
 # Files without training state: a run continues without them.
 _DESCRIPTIONS = re.compile(r"config\.yaml|model_config\.json|tokenizer/.*")
+
+
+# Entry of a manifest: {name: "768x256"} of every parameter (a tied one under each of its names)
+# and persistent buffer, against which a conversion compares the weights that it finds.
+TENSOR_TABLE = "tensors"
+
+
+def tensor_table(shapes: Mapping[str, Iterable[int]]) -> dict[str, str]:
+    """Return the entry TENSOR_TABLE of a manifest."""
+    return {name: "x".join(map(str, shape)) for name, shape in shapes.items()}
 
 
 class CannotRead(ValueError):

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.files.file_io import open_regular_descriptor
+from mmldlm.checkpoints.files.file_io import open_regular_descriptor, read_json_object
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint
 from mmldlm.checkpoints.manifest import (
     CONFIG_FILE,
@@ -166,7 +166,8 @@ def write_atomically(
     marker: dict | None = None,
     fsync: bool = True,
 ) -> None:
-    """Call write(temporary folder) and rename the folder to `out` when it is complete.
+    """Call write(temporary folder) and rename the folder to `out` when it is complete. The caller
+    has called check_target.
 
     Args:
         origin: Source; `out` must be outside it.
@@ -181,9 +182,7 @@ def write_atomically(
         UserError: `out` cannot be written, or the disk has no space.
         MmldlmError: writing failed. In both cases, and if `write` raises, `out` is unchanged.
     """
-    check_target(origin, out, force)
     with _only_writer(out):
-        # Another conversion may just have ended.
         check_target(origin, out, force)
         partial = partial_path(out)
         # The leftovers of an interrupted conversion; check_target has verified that it is nothing
@@ -540,15 +539,8 @@ def model_folder(opened: OpenedCheckpoint) -> Path | None:
 
 
 def _is_model_config(path: Path) -> bool:
-    if not path.is_file():
-        return False
-    try:
-        config = json.loads(read_bytes(path))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(config, dict) and any(
-        key in config for key in ("model_type", "architectures", "architecture")
-    )
+    config = read_json_object(path)
+    return any(key in config for key in ("model_type", "architectures", "architecture"))
 
 
 def _copy_config(

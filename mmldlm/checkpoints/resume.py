@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from mmldlm.checkpoints.files.dtypes import DTYPES, cast
-from mmldlm.checkpoints.files.torch_file import CHUNK_BYTES
+from mmldlm.checkpoints.files.file_io import closed_on_error
 from mmldlm.checkpoints.formats import registry
 from mmldlm.checkpoints.formats.ema import add_ema
 from mmldlm.checkpoints.formats.weight_source import (
@@ -25,7 +25,7 @@ from mmldlm.checkpoints.formats.weight_source import (
     ReadOptions,
     TensorInfo,
     WeightSource,
-    read_parts_into,
+    read_parts,
 )
 from mmldlm.checkpoints.manifest import DCP_METADATA, MODEL_FILE, OPTIMIZER_FILE
 from mmldlm.errors import UserError
@@ -43,7 +43,7 @@ def open_training_state(engine_folder: Path | str) -> ResumeReader:
     """
     folder = Path(engine_folder)
     source = _open_source(folder)
-    try:
+    with closed_on_error(source):
         if unknown := source.unclassified:
             raise UserError(
                 f"the names of the trained parameters in {source.path}",
@@ -52,9 +52,6 @@ def open_training_state(engine_folder: Path | str) -> ResumeReader:
                 "take the weights alone with training.init_from",
             )
         add_ema(source, folder)
-    except BaseException:
-        source.close()
-        raise
     return ResumeReader(source)
 
 
@@ -148,23 +145,14 @@ class ResumeReader:
             raise ValueError(
                 f"elements {start}..{start + count} of {name}, which has {info.numel}"
             )
-        out = np.empty(count, np.float32)
         if count == 0:
-            return out
+            return np.empty(0, np.float32)
         stored = parts[0].ref
-        if stored.is_contiguous and stored.dtype == "float32":
-            read_parts_into(parts, start, out)
-            return out
-        if not stored.is_contiguous:
-            values = parts[0].file.read_strided(stored, name)
-            out[:] = _to_float32(values[start : start + count], stored.dtype, name)
-            return out
-        step = CHUNK_BYTES // DTYPES[stored.dtype].itemsize
-        for low in range(0, count, step):
-            chunk = np.empty(min(step, count - low), DTYPES[stored.dtype].raw)
-            read_parts_into(parts, start + low, chunk)
-            out[low : low + chunk.size] = _to_float32(chunk, stored.dtype, name)
-        return out
+        if stored.is_contiguous:
+            values = read_parts(parts, start, count)
+        else:
+            values = parts[0].file.read_strided(stored, name)[start : start + count]
+        return _to_float32(values, stored.dtype, name)
 
     def read_tensor(self, name: str) -> tuple[np.ndarray, str, tuple[int, ...]]:
         """Return a complete tensor in its stored dtype: (flat raw array, torch's name of the
@@ -198,17 +186,17 @@ class ResumeReader:
         return self._source.tensors[owner], table[owner]
 
 
-def _to_float32(chunk: np.ndarray, dtype: str, name: str) -> np.ndarray:
+def _to_float32(values: np.ndarray, dtype: str, name: str) -> np.ndarray:
     """Convert any dtype to float32; integers only if exact.
 
     Raises:
         ValueError: integers beyond 2**24.
     """
     if DTYPES[dtype].is_float:
-        return cast(chunk, dtype, "float32")
-    values = chunk.astype(np.float32)
-    if np.abs(values).max() >= 2**24:
+        return cast(values, dtype, "float32")
+    floats = values.astype(np.float32)
+    if np.abs(floats).max() >= 2**24:
         raise ValueError(
             f"{name} is {dtype} with values that float32 cannot represent: use read_tensor"
         )
-    return values
+    return floats

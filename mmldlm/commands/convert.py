@@ -12,13 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.convert import DTYPE_NAMES, Summary, convert, copy_planned, plan_tensors
-from mmldlm.checkpoints.files.file_io import raise_malloc_thresholds
-from mmldlm.checkpoints.formats.open import open_source
-from mmldlm.checkpoints.inspect import diff, inspect, summarize
+from mmldlm.checkpoints.convert import ConvertOptions, Summary, dry_run, run_conversion
+from mmldlm.checkpoints.formats.export_plan import DTYPE_NAMES
+from mmldlm.checkpoints.inspect import diff, inspect
 from mmldlm.checkpoints.manifest import SAFETENSORS_FILE, SUB_GROUP_SIZE, TARGETS
 from mmldlm.checkpoints.output_folder import CARD
-from mmldlm.checkpoints.to_checkpoint import convert_state, dry_run
 from mmldlm.commands import RenamedOption
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.utils import option_types
@@ -59,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--to",
-        choices=("safetensors", *TARGETS),
+        choices=TARGETS,
         default="safetensors",
         help=(
             "safetensors: the weights, for from_pretrained (default); model.pt: the weights, for"
@@ -186,8 +184,12 @@ def main(args: argparse.Namespace) -> int:
     return _run(lambda: _dry_run(args) if args.dry_run else _convert(args))
 
 
+def _dry_run(args: argparse.Namespace) -> int:
+    print_table(dry_run(args.src, _options(args)))
+    return EXIT_DONE
+
+
 def _run(command: Callable[[], int]) -> int:
-    raise_malloc_thresholds()
     try:
         return command()
     except BrokenPipeError:  # as in `mmldlm convert inspect SRC | head`
@@ -196,30 +198,38 @@ def _run(command: Callable[[], int]) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    _check_options(args)
     if args.out is None:
         raise UserError("an output folder", "none", "mmldlm convert SRC OUT")
     with ProgressBar("converting", unit="B", delay=PROGRESS_DELAY) as progress:
-        options: dict[str, Any] = {
-            "force": args.force,
-            "allow_nonfinite": args.allow_nonfinite,
-            "on_bytes": progress,
-            "ema": args.ema,
-            "only": args.only,
-            "verify": args.verify,
-            "fsync": not args.no_fsync,
-            "keep_names": args.keep_names,
-            "strip_prefix": args.strip_prefix,
-            "key": args.key,
-        }
-        if args.to == "safetensors":
-            options["shard_bytes"] = args.shard_size
-            summary = convert(args.src, args.out, args.dtype or "fp32", **options)
-        else:
-            options["sub_group_size"] = args.sub_group_size
-            summary = convert_state(args.src, args.out, args.to, args.world, args.dtype, **options)
+        summary = run_conversion(args.src, args.out, _options(args, on_bytes=progress))
     _print_summary(args, summary)
     return EXIT_DONE
+
+
+def _options(args: argparse.Namespace, **more: Any) -> ConvertOptions:
+    """Return the options of a conversion.
+
+    Raises:
+        UserError: an option that the target does not support.
+    """
+    _check_options(args)
+    return ConvertOptions(
+        to=args.to,
+        world_size=args.world,
+        dtype=args.dtype,
+        force=args.force,
+        allow_nonfinite=args.allow_nonfinite,
+        ema=args.ema,
+        shard_bytes=args.shard_size,
+        only=args.only,
+        strip_prefix=args.strip_prefix,
+        keep_names=args.keep_names,
+        key=args.key,
+        sub_group_size=args.sub_group_size,
+        verify=args.verify,
+        fsync=not args.no_fsync,
+        **more,
+    )
 
 
 def _print_summary(args: argparse.Namespace, summary: Summary) -> None:
@@ -257,38 +267,3 @@ def _check_options(args: argparse.Namespace) -> None:
         if getattr(args, option):
             name = "--" + option.replace("_", "-")
             raise UserError(f"options that --to {args.to} supports", name, f"leave {name} out")
-
-
-def _dry_run(args: argparse.Namespace) -> int:
-    """Read and check every weight, as a conversion would."""
-    _check_options(args)
-    if args.to != "safetensors":
-        options = {
-            "allow_nonfinite": args.allow_nonfinite,
-            "only": args.only,
-            "sub_group_size": args.sub_group_size,
-        }
-        options |= {
-            "keep_names": args.keep_names,
-            "strip_prefix": args.strip_prefix,
-            "key": args.key,
-        }
-        rows, num_files, nbytes = dry_run(args.src, args.to, args.world, args.dtype, **options)
-        print_table(
-            [
-                *rows,
-                ("would write", f"{num_files} files, {nbytes:,} bytes ({nbytes / 2**20:.1f} MiB)"),
-            ]
-        )
-        return EXIT_DONE
-    opened = open_source(
-        args.src, args.allow_nonfinite, with_ema=args.ema, keep_names=args.keep_names, key=args.key
-    )
-    with opened.weights as weights:
-        if args.ema:
-            weights.use_ema()
-        plan = plan_tensors(weights, args.dtype or "fp32", args.only, args.strip_prefix)
-        copy_planned(weights, plan, lambda planned, position, view: None)
-        size = f"{plan.nbytes:,} bytes ({plan.nbytes / 2**20:.1f} MiB)"
-        print_table([*summarize(opened), ("would write", f"{len(plan.tensors)} tensors, {size}")])
-    return EXIT_DONE

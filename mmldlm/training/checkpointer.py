@@ -14,10 +14,9 @@ from typing import Any, TypeVar
 
 import torch
 
-from mmldlm.checkpoints import best, commit, locate, retention
-from mmldlm.checkpoints.manifest import ENGINE_FOLDER, is_as_saved
+from mmldlm.checkpoints import commit, locate, retention
+from mmldlm.checkpoints.manifest import ENGINE_FOLDER, is_as_saved, tensor_table
 from mmldlm.checkpoints.resume import ResumeReader, open_training_state
-from mmldlm.checkpoints.tensor_table import tensor_table
 from mmldlm.config.resume_compat import check_resume_config
 from mmldlm.engines.base import Engine
 from mmldlm.engines.ema import WeightAverage
@@ -407,19 +406,19 @@ class Checkpointer:
         if self.config.checkpoints.keep_best is None or self._evaluation is None:
             return {}
         step, figures = self._evaluation
-        return {best.EVALUATION: figures} if step == self.state.step else {}
+        return {retention.EVALUATION: figures} if step == self.state.step else {}
 
     def _update_best(self, candidates: Sequence[Path]) -> None:
         figure = self.config.checkpoints.keep_best
         if figure is None:
             return
         try:
-            path = best.update_best(self.run_dir, figure, candidates)
+            path = retention.update_best(self.run_dir, figure, candidates)
         except OSError as error:  # on rank 0 only: the other ranks have continued
             self.folder.warning(f"{LAST_BEST} could not be moved: {error}")
             return
         if path is not None:
-            step, value = int(path.name.split("_")[1]), best.figure_of(path, figure)
+            step, value = int(path.name.split("_")[1]), retention.figure_of(path, figure)
             self.folder.event("best", step=step, path=str(path), **{figure: value})
             self.folder.message(f"best     {path.name}: {figure} {value:.3f} ({LAST_BEST})")
 

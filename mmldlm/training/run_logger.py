@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.checkpoints.best import is_higher_better
 from mmldlm.checkpoints.commit import try_longest
 from mmldlm.checkpoints.init_from import InitReport
+from mmldlm.checkpoints.retention import is_higher_better
 from mmldlm.config.load import with_absolute_paths
 from mmldlm.engines.base import Engine
 from mmldlm.errors import (

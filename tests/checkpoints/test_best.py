@@ -7,9 +7,14 @@ import os
 import pytest
 
 from mmldlm.checkpoints import commit
-from mmldlm.checkpoints.best import figure_of, is_higher_better, update_best
 from mmldlm.checkpoints.locate import locate_checkpoint, read_link
-from mmldlm.checkpoints.retention import prune, set_aside_after
+from mmldlm.checkpoints.retention import (
+    figure_of,
+    is_higher_better,
+    prune,
+    set_aside_after,
+    update_best,
+)
 from mmldlm.errors import UserError
 
 

@@ -22,7 +22,7 @@ from mmldlm.checkpoints import output_folder
 from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.convert import convert
 from mmldlm.checkpoints.files.dtypes import bf16_to_fp32, fp32_to_bf16
-from mmldlm.checkpoints.files.torch_writer import TensorSpec
+from mmldlm.checkpoints.files.tensor_writer import TensorSpec
 from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteSegment, check_nothing_left
 from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.open import open_source
@@ -311,7 +311,7 @@ def test_memory_stays_bounded(tmp_path):
     """192 MiB of weights in one tensor, through a few chunks."""
     torch.save({"w": torch.zeros(48 << 20)}, tmp_path / "model.pt")
     code = (
-        "import resource, sys; from mmldlm.commands.convert import convert\n"
+        "import resource, sys; from mmldlm.checkpoints.convert import convert\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "convert(sys.argv[1], sys.argv[2], dtype='bf16')\n"
         "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)"
@@ -438,7 +438,7 @@ def test_dry_run_reads_the_weights(zero_copy):
 def test_writer_refuses_an_existing_file(tmp_path):
     (tmp_path / "x").write_text("")
     with pytest.raises(FileExistsError):
-        SafetensorsWriter(tmp_path / "x", [], {})
+        SafetensorsWriter(tmp_path / "x", {}, {}).finish()
 
 
 @pytest.mark.parametrize(

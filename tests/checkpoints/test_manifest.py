@@ -26,6 +26,7 @@ def test_every_target_has_one_writer():
         "deepspeed",
         "dcp",
         "model.pt",
+        "safetensors",
     }
 
 

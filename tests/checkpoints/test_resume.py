@@ -14,12 +14,11 @@ import sys
 import numpy as np
 import pytest
 
-from mmldlm.checkpoints.files import file_io
+from mmldlm.checkpoints.convert import convert_state
+from mmldlm.checkpoints.files import file_io, torch_file
 from mmldlm.checkpoints.files.dtypes import bf16_to_fp32
-from mmldlm.checkpoints.files.torch_file import TorchFile
 from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
 from mmldlm.checkpoints.resume import open_training_state
-from mmldlm.checkpoints.to_checkpoint import convert_state
 from mmldlm.errors import UserError
 from tests.support.make_zero import CASES, MUON
 
@@ -289,11 +288,11 @@ def test_a_rank_reads_only_its_share(tmp_path, monkeypatch):
     state = {"state": {}, "param_groups": [{"params": [0]}], "param_names": [["w"]]}
     torch.save(state, tmp_path / "optimizer.pt")
     read = []
-    original = TorchFile._pread_into
+    original = torch_file.read_exactly
     monkeypatch.setattr(
-        TorchFile,
-        "_pread_into",
-        lambda self, view, at: (read.append(len(view)), original(self, view, at))[1],
+        torch_file,
+        "read_exactly",
+        lambda path, fd, view, at: (read.append(len(view)), original(path, fd, view, at))[1],
     )
     with open_training_state(tmp_path) as reader:
         opened = sum(read)

@@ -1,5 +1,5 @@
-"""Weights that do not fit the config beside them are refused; the shapes are those of a model that
-was built.
+"""Weights that do not fit the table in the manifest are refused; the shapes are those of a model
+that was built.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.convert import convert
-from mmldlm.checkpoints.tensor_table import tensor_table
+from mmldlm.checkpoints.manifest import tensor_table
 from mmldlm.errors import UserError
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
@@ -71,69 +71,6 @@ def test_the_table_decides_where_there_is_one(tmp_path, name):
     with pytest.raises(UserError, match=f"{first}: no such weight"):
         convert(run_of(tmp_path / "fewer", state, config, tensors=fewer), tmp_path / "out")
     convert(run_of(tmp_path / "right", state, config, tensors=table), tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        "hidden_size",
-        "n_blocks",
-        "n_heads",
-        "cond_dim",
-        "latent_dim",
-        "tokens_per_latent",
-        "vocab_size",
-        "max_seq_len",
-        "mlp_ratio",
-        "num_latents",
-        "latent_predictions",
-    ],
-)
-def test_every_size_is_noticed(tmp_path, key):
-    config, state = built()
-    for number, change in enumerate((2, 0.5) if key != "latent_predictions" else (0.5,)):
-        other = {
-            **config,
-            key: config[key] * change if key == "mlp_ratio" else int(config[key] * change),
-        }
-        run = run_of(tmp_path / str(number), state, other)
-        with pytest.raises(UserError, match="model_config.json"):
-            convert(run, tmp_path / "out")
-    convert(run_of(tmp_path / "right", state, config), tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "text_encoder.token_embedding.weight",
-        "latent_encoder.latent_position",
-        "latent_encoder.to_tokens.weight",
-        "latent_head.to_latent.weight",
-        "length_head.3.weight",
-        "text_head.weight",
-        "blocks.1.modulation.weight",
-        "blocks.0.qk_norm.weight",
-    ],
-)
-def test_a_missing_weight_is_noticed_without_a_table(tmp_path, name):
-    config, state = built()
-    del state[name]
-    with pytest.raises(UserError, match=f"{name}(.|\\n)*no such weight"):
-        convert(run_of(tmp_path / "run", state, config), tmp_path / "out")
-
-
-def test_a_config_that_is_none(tmp_path):
-    _, state = built()
-    run = run_of(tmp_path / "run", state, {})
-    with pytest.raises(UserError, match="hidden_size"):
-        convert(run, tmp_path / "out")
-
-
-def test_a_config_of_more_blocks_than_tensors_is_refused_before_they_are_counted(tmp_path):
-    config, state = built()
-    run = run_of(tmp_path / "run", state, {**config, "n_blocks": 10**12})
-    with pytest.raises(UserError, match="n_blocks 1000000000000"):
-        convert(run, tmp_path / "out")
 
 
 def test_a_header_of_brackets_is_refused(tmp_path):

@@ -14,8 +14,7 @@ import torch
 
 import mmldlm.inference.load
 from mmldlm.checkpoints.commit import begin
-from mmldlm.checkpoints.convert import convert
-from mmldlm.checkpoints.to_checkpoint import convert_state
+from mmldlm.checkpoints.convert import convert, convert_state
 from mmldlm.errors import UserError
 from mmldlm.inference.load import load_pretrained, usable_device
 from mmldlm.models import MultimodalMMDiT

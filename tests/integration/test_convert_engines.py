@@ -289,17 +289,16 @@ def test_written_output_that_changed_is_seen(fsdp_dir, tmp_path, monkeypatch):
     from mmldlm.checkpoints import convert as to_safetensors
     from mmldlm.errors import MmldlmError
 
-    original = to_safetensors._write_model
+    original = to_safetensors.execute
 
-    def write_and_flip(opened, plan, files, folder, *rest):
-        sums = original(opened, plan, files, folder, *rest)
-        path = folder / "model.safetensors"
+    def write_and_flip(source, plan, *rest):
+        original(source, plan, *rest)
+        path = plan.files[0].path
         data = bytearray(path.read_bytes())
         data[-3] ^= 1
         path.write_bytes(data)
-        return sums
 
-    monkeypatch.setattr(to_safetensors, "_write_model", write_and_flip)
+    monkeypatch.setattr(to_safetensors, "execute", write_and_flip)
     with pytest.raises(MmldlmError, match="read back"):
         convert(fsdp_dir / "plain", tmp_path / "out", verify=True)
     assert not list(tmp_path.iterdir())

@@ -192,8 +192,7 @@ def converted(target: str) -> Callable[[Path, dict[str, Path]], None]:
     """Return what makes the run's last checkpoint in another format."""
 
     def make(folder: Path, made: dict[str, Path]) -> None:
-        from mmldlm.checkpoints.convert import convert
-        from mmldlm.checkpoints.to_checkpoint import convert_state
+        from mmldlm.checkpoints.convert import convert, convert_state
 
         if target == "safetensors":
             convert(made["run"] / "latest", folder, fsync=False, shard_bytes=60_000)
@@ -438,7 +437,7 @@ def _resumed(folder: Path) -> Any:
 
 def _convert_state(folder: Path) -> Any:
     """Weights and moments, as another format has them."""
-    from mmldlm.checkpoints.to_checkpoint import convert_state
+    from mmldlm.checkpoints.convert import convert_state
 
     with _output(folder) as out:
         convert_state(folder, out, "ddp", fsync=False)

@@ -61,6 +61,8 @@ def _table() -> dict[str, DType]:
 
 DTYPES: dict[str, DType] = _table()
 COMPLEX = ("complex64", "complex128")
+# Between these there are casts.
+WIDE_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def numel(shape: Sequence[int]) -> int:
@@ -73,9 +75,19 @@ def nbytes(shape: Sequence[int], dtype: str) -> int:
     return numel(shape) * DTYPES[dtype].itemsize
 
 
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor, in elements."""
+    return tuple(max(numel(shape[axis + 1 :]), 1) for axis in range(len(shape)))
+
+
 def bf16_to_fp32(bits: np.ndarray) -> np.ndarray:
     """Convert bfloat16 bits (uint16) to float32, exactly."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def as_numbers(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Return elements in a numpy type of their own: bfloat16 as float32, all others unchanged."""
+    return bf16_to_fp32(values) if dtype == "bfloat16" else values
 
 
 def fp32_to_bf16(values: np.ndarray) -> np.ndarray:
@@ -122,23 +134,15 @@ def count_nonfinite(chunk: np.ndarray, dtype: str) -> int:
 
 
 def negate(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Return -values, exactly, also of zeros and NaN.
-
-    Raises:
-        ValueError: a type of which torch has no negative views.
-    """
-    if dtype == "bfloat16":
-        return values ^ np.uint16(0x8000)
-    if dtype in ("float64", "float32", "float16", *COMPLEX):
-        return np.negative(values)
-    raise ValueError(f"a negative view of {dtype}")
+    """Return -values of wide floats or complex numbers, exactly, also of zeros and NaN."""
+    return values ^ np.uint16(0x8000) if dtype == "bfloat16" else np.negative(values)
 
 
 def is_mask(chunk: np.ndarray, dtype: str) -> bool:
     """Return whether a chunk holds zeros and infinities of one sign alone, as attention
     masks do.
     """
-    values = bf16_to_fp32(chunk) if dtype == "bfloat16" else chunk
+    values = as_numbers(chunk, dtype)
     # NaN differs from 0, so that it is among them.
     infinite = values[values != 0]
     return 0 < infinite.size < values.size and bool(
@@ -154,10 +158,9 @@ def cast(chunk: np.ndarray, source: str, target: str) -> np.ndarray:
     """
     if source == target:
         return chunk
-    wide = ("float64", "float32", "float16", "bfloat16")
-    if source not in wide or target not in wide:
+    if source not in WIDE_FLOATS or target not in WIDE_FLOATS:
         raise ValueError(f"no cast from {source} to {target}")
-    values = bf16_to_fp32(chunk) if source == "bfloat16" else chunk
+    values = as_numbers(chunk, source)
     # The caller counts infinities; a warning would not name the tensor.
     with np.errstate(over="ignore"):
         if target == "bfloat16":

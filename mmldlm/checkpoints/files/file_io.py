@@ -5,30 +5,45 @@
 * Writing: a new file of known size, written at any position.
 * Checksums: the CRC-32 of a byte range from the CRCs of its pieces (zlib's crc32_combine, which
   Python does not expose).
-* Threads: they read, check and write chunks; and the allocator settings for them.
+* Threads: they read, check and write chunks.
 """
 
 from __future__ import annotations
 
-import ctypes
+import contextlib
 import errno
+import json
 import os
 import resource
 import threading
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from mmldlm.utils.input_files import check_kind, require_regular
+from mmldlm.utils.input_files import check_kind, read_bytes, require_regular
 from mmldlm.utils.resources import available_cpus, raise_open_files
 
 # -- Descriptors
 # -------------------------------------------------------------------------------------------------
 
 
-def open_descriptor(path: Path, flags: int, mode: int = 0o644) -> int:
+class _Closable(Protocol):
+    def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def closed_on_error(resource: _Closable) -> Iterator[None]:
+    """Close a resource if the block raises."""
+    try:
+        yield
+    except BaseException:
+        resource.close()
+        raise
+
+
+def open_descriptor(path: Path, flags: int) -> int:
     """Open a file; raise the soft limit of open files to the hard limit if it is reached.
 
     A checkpoint of many ranks has more files than the usual soft limit of 1024.
@@ -37,13 +52,13 @@ def open_descriptor(path: Path, flags: int, mode: int = 0o644) -> int:
         OSError: the file cannot be opened, or the hard limit is reached.
     """
     try:
-        return os.open(path, flags, mode)
+        return os.open(path, flags, 0o644)
     except OSError as error:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if error.errno != errno.EMFILE or soft == hard:
             raise
         raise_open_files()
-        return os.open(path, flags, mode)
+        return os.open(path, flags, 0o644)
 
 
 def open_regular_descriptor(path: Path) -> int:
@@ -64,6 +79,15 @@ def open_regular_descriptor(path: Path) -> int:
     return fd
 
 
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file; {} if there is no such file, or none that can be read."""
+    try:
+        value = json.loads(read_bytes(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
 # -- Writing
 # -------------------------------------------------------------------------------------------------
 
@@ -76,20 +100,15 @@ class OutputFile:
     Args:
         path: New file.
         size: Number of bytes; every byte must be written.
-        fsync: Whether finish() flushes the file to the disk.
 
     Raises:
         OSError: the file exists, or the disk has no space for all of it.
     """
 
-    def __init__(self, path: Path, size: int, fsync: bool = True):
-        self._fsync = fsync
+    def __init__(self, path: Path, size: int):
         self._fd = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-        try:
+        with closed_on_error(self):
             preallocate(self._fd, size)
-        except BaseException:
-            self.close()
-            raise
 
     def write(self, data: bytes | memoryview, position: int) -> None:
         """Write bytes at `position`. Thread-safe for disjoint ranges."""
@@ -98,14 +117,8 @@ class OutputFile:
             count = os.pwrite(self._fd, view, position)
             view, position = view[count:], position + count
 
-    def finish(self) -> None:
-        """Flush to the disk, if requested, and close."""
-        if self._fsync:
-            os.fsync(self._fd)
-        self.close()
-
     def close(self) -> None:
-        """Close the descriptor; without finish() the file may be incomplete."""
+        """Close the descriptor; the file is not flushed to the disk."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -271,21 +284,3 @@ def run_in_threads(work: Callable[[T], None], items: Iterable[T]) -> None:
         thread.join()
     if errors:
         raise errors[0]
-
-
-def raise_malloc_thresholds() -> None:
-    """Keep up to 256 MiB of freed memory in this process instead of returning it to the kernel;
-    glibc only.
-
-    Chunks are allocated by the ten thousand, and fresh pages would cost more time than reading
-    them.
-    """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):
-        return
-    mallopt.argtypes = (ctypes.c_int, ctypes.c_int)
-    # M_MMAP_THRESHOLD, at its maximum.
-    mallopt(-3, 32 << 20)
-    # M_TRIM_THRESHOLD.
-    mallopt(-1, 256 << 20)

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mmldlm.checkpoints.files.dtypes import DTYPES, negate
-from mmldlm.checkpoints.files.file_io import RangedCrc32, open_regular_descriptor
+from mmldlm.checkpoints.files.file_io import RangedCrc32, closed_on_error, open_regular_descriptor
 from mmldlm.checkpoints.files.file_kinds import (
     HEAD_BYTES,
     OLD_TORCH,
@@ -50,6 +50,8 @@ CHUNK_BYTES = 1 << 19
 PADDING_BYTES = 4096
 # Descriptions of tensors are small; a larger one is an attack or not a checkpoint of weights.
 MAX_PICKLE_BYTES = 512 << 20
+# Types of the tensors that stand for one number, such as a step count.
+NUMBERS = ("float32", "float64", "int64", "int32")
 SAME_SAVE_HINT = "restore all files from the same save"
 
 
@@ -74,6 +76,21 @@ def open_for_reading(path: Path) -> int:
         raise corrupt_file_error(
             path, f"it cannot be opened: {describe_os_error(error)}"
         ) from error
+
+
+def read_exactly(path: Path, fd: int, view: memoryview, position: int) -> None:
+    """Fill `view` with the bytes from `position` of an open file.
+
+    Raises:
+        UserError: the file ends before; the error names `path`.
+    """
+    while view:
+        count = os.preadv(fd, [view], position)
+        if count == 0:
+            raise corrupt_file_error(
+                path, f"the file ends at byte {position} while it is being read"
+            )
+        view, position = view[count:], position + count
 
 
 class _Record:
@@ -139,7 +156,7 @@ class TorchFile:
         return open_for_reading(self.path)
 
     def _open(self) -> None:
-        try:
+        with closed_on_error(self):
             size, end = os.fstat(self._fd).st_size, self._base + self.file_size
             # In another process, the complete file may be another one.
             if size < end or (self._owns_fd and size > end):
@@ -147,13 +164,10 @@ class TorchFile:
                     self.path, f"it ends at byte {size}, an item of it at {end}"
                 )
             self._index()
-        except BaseException:
-            self.close()
-            raise
 
     def _index(self) -> None:
         try:
-            entries = self._read_directory()
+            entries = read_directory(self.file_size, self._pread)
         except (BadZip, OSError, OverflowError, struct.error) as error:
             kind = kind_by_bytes(self._pread(0, HEAD_BYTES))
             self._check_kind(kind if kind is not TORCH_ZIP else None)
@@ -196,9 +210,6 @@ class TorchFile:
             )
         raise UserError(f"a file written by torch.save at {self.path}", kind.found, fix)
 
-    def _read_directory(self) -> list[ZipEntry]:
-        return read_directory(self.file_size, self._pread)
-
     def _byteorder(self) -> bytes:
         # A record of any size may have that name.
         if self.records["byteorder"].size > len(b"little"):
@@ -240,16 +251,6 @@ class TorchFile:
         """Return up to `count` bytes of the zip."""
         return os.pread(self._fd, count, self._base + position)
 
-    def _pread_into(self, view: memoryview, position: int) -> None:
-        done = 0
-        while done < len(view):
-            count = os.preadv(self._fd, [view[done:]], self._base + position + done)
-            if count == 0:
-                raise corrupt_file_error(
-                    self.path, f"the file ends at byte {position + done} while it is being read"
-                )
-            done += count
-
     def read_into(self, name: str, start: int, view: memoryview) -> int | None:
         """Fill `view` with the record's bytes from `start`; return their CRC-32 if it was
         computed. Thread-safe.
@@ -261,7 +262,7 @@ class TorchFile:
                 f"a tensor needs bytes {start}..{end} of record {name}, which has {record.size}"
             )
             raise corrupt_file_error(self.path, found)
-        self._pread_into(view, record.start + start)
+        read_exactly(self.path, self._fd, view, self._base + record.start + start)
         if not record.is_verified and view:
             record.is_touched = True
             return record.read.add(start, view)
@@ -274,7 +275,7 @@ class TorchFile:
         for start, end in gaps:
             for low in range(start, end, CHUNK_BYTES):
                 view = memoryview(buffer)[: min(CHUNK_BYTES, end - low)]
-                self._pread_into(view, record.start + low)
+                read_exactly(self.path, self._fd, view, self._base + record.start + low)
                 record.read.add(low, view)
 
     def check_record(self, name: str) -> None:
@@ -413,6 +414,13 @@ class TorchFile:
         self.read_elements_into(ref, start, memoryview(out.view(np.uint8)))
         return out
 
+    def read_number(self, ref: TensorRef) -> float | int | None:
+        """Return the number in a tensor of one element; None for any other tensor."""
+        if ref.numel != 1 or ref.dtype not in NUMBERS:
+            return None
+        self.check_ref(ref, "a number")
+        return self.read_elements(ref, 0, 1)[0].item()
+
     def read_strided(self, ref: TensorRef, what: str) -> np.ndarray:
         """Return a complete tensor that is stored in another form (a transpose, an expand, a
         negative view), flat.
@@ -506,24 +514,10 @@ def _entries(data: bytes, count: int) -> list[ZipEntry]:
     for _ in range(count):
         if at + 46 > len(data):
             raise BadZip("a directory that ends in an entry")
-        fields = struct.unpack("<IHHHHHHIIIHHHHHII", data[at : at + 46])
-        (
-            signature,
-            _,
-            _,
-            flags,
-            method,
-            _,
-            _,
-            crc,
-            stored,
-            size,
-            len_name,
-            len_extra,
-            len_comment,
-            disk,
-        ) = fields[:14]
-        header_offset = fields[16]
+        # Versions, times and attributes are skipped.
+        fields = struct.unpack("<I4xHH4xIIIHHHH6xI", data[at : at + 46])
+        signature, flags, method, crc, stored, size, *lengths, disk, header_offset = fields
+        len_name, len_extra, len_comment = lengths
         if signature != _ENTRY or disk not in (0, 0xFFFF):
             raise BadZip(f"no entry at byte {at} of the directory")
         at += 46

@@ -12,7 +12,6 @@ torch require are written by name; no class is imported.
 from __future__ import annotations
 
 import struct
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,42 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.checkpoints.files.dtypes import DTYPES, nbytes, numel
-from mmldlm.checkpoints.files.file_io import OutputFile, RangedCrc32
-from mmldlm.checkpoints.files.torch_file import CHUNK_BYTES
+from mmldlm.checkpoints.files.dtypes import DTYPES, row_major
+from mmldlm.checkpoints.files.file_io import RangedCrc32
+from mmldlm.checkpoints.files.tensor_writer import TensorFileWriter, TensorSpec
 from mmldlm.checkpoints.files.unpickler import STORAGES
-from mmldlm.utils.prefetch import prefetch
 
 # -- The pickle
 # -------------------------------------------------------------------------------------------------
 
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
-
-
-@dataclass(frozen=True, eq=False)
-class TensorSpec:
-    """A tensor to write. One that occurs in several places is stored once, and torch.load ties
-    them.
-
-    Attributes:
-        dtype: Name of the dtype in torch.
-        shape: Shape of the tensor.
-        chunks: Elements in order, flat, as DTYPES[dtype].raw; None if they are written later.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    chunks: Iterable[np.ndarray] | None = None
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return numel(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Number of bytes."""
-        return nbytes(self.shape, self.dtype)
 
 
 def scalar(value: float) -> TensorSpec:
@@ -100,7 +72,7 @@ class PickleWriter:
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
         self.tensors: list[TensorSpec] = []
-        self._keys: dict[int, int] = {}
+        self._keys: dict[TensorSpec, int] = {}
 
     def finish(self) -> bytes:
         """Return the pickle."""
@@ -168,12 +140,9 @@ class PickleWriter:
         Types without a storage class of their own are bytes in an UntypedStorage:
         _rebuild_tensor_v3(..., dtype).
         """
-        key = self._keys.setdefault(id(tensor), len(self.tensors))
+        key = self._keys.setdefault(tensor, len(self.tensors))
         if key == len(self.tensors):
             self.tensors.append(tensor)
-        stride = tuple(
-            max(numel(tensor.shape[axis + 1 :]), 1) for axis in range(len(tensor.shape))
-        )
         is_typed = tensor.dtype in _STORAGE_OF
         self._global(
             GlobalRef("torch._utils", "_rebuild_tensor_v2" if is_typed else "_rebuild_tensor_v3")
@@ -182,11 +151,11 @@ class PickleWriter:
         self.add("storage")
         untyped = GlobalRef("torch.storage", "UntypedStorage")
         self._global(GlobalRef("torch", _STORAGE_OF[tensor.dtype]) if is_typed else untyped)
-        count = tensor.numel if is_typed else nbytes(tensor.shape, tensor.dtype)
+        count = tensor.numel if is_typed else tensor.nbytes
         for item in (str(key), "cpu", count):
             self.add(item)
         self.out += b"tQ"
-        for item in (0, tensor.shape, stride, False):
+        for item in (0, tensor.shape, row_major(tensor.shape), False):
             self.add(item)
         self._global(GlobalRef("collections", "OrderedDict"))
         self.out += b")R"
@@ -203,8 +172,6 @@ _ALIGNMENT = 64
 _PADDING = 0x4246
 # Sizes and positions from this value on need fields of 8 bytes.
 _ZIP64 = 0xFFFFFFFF
-# Number of chunks that are read ahead.
-_PREFETCH_DEPTH = 8
 
 
 def write_torch(path: Path, value: Any) -> int:
@@ -298,19 +265,16 @@ class TorchFileLayout:
         return entries + end64 + end
 
 
-class TorchFileWriter:
-    """One file of one zip, or of several back to back (DCP). It is created at the first write.
+class TorchFileWriter(TensorFileWriter):
+    """One file of one zip, or of several back to back (DCP); see TensorFileWriter.
 
     Tensors with chunks and the zeros of `padding` are written when it is created, all others by
-    write(). The file is not flushed to the disk.
+    write().
 
     Args:
         path: New file.
         layouts: Layouts of its zips.
         padding: (tensor, first element, number of elements) of zeros.
-
-    Raises (from write and finish):
-        OSError: no space for the complete file, or a failed write.
     """
 
     def __init__(
@@ -319,102 +283,45 @@ class TorchFileWriter:
         layouts: list[TorchFileLayout],
         padding: Sequence[tuple[TensorSpec, int, int]] = (),
     ):
-        self.path, self._layouts, self._padding = path, layouts, padding
+        super().__init__(
+            path,
+            sum(layout.size for layout in layouts),
+            sum(layout.tensor_bytes for layout in layouts),
+        )
+        self._layouts, self._padding = layouts, padding
         self.bases = [
             sum(layout.size for layout in layouts[:index]) for index in range(len(layouts))
         ]
-        self.size = sum(layout.size for layout in layouts)
-        self.tensor_bytes = sum(layout.tensor_bytes for layout in layouts)
-        self._missing = self.tensor_bytes
-        # By the id of the tensor, which the layouts keep alive.
         self._record_of = {
-            id(tensor): (record, base)
+            tensor: (record, base)
             for layout, base in zip(layouts, self.bases)
             for tensor, record in zip(layout.tensors, layout.records)
         }
-        self._file: OutputFile | None = None
-        self._is_done = False
-        self._lock = threading.Lock()
 
-    def write(
-        self, tensor: TensorSpec, offset: int, values: np.ndarray, crc: int | None = None
-    ) -> int:
-        """Write consecutive elements of a tensor from its byte `offset` on; return their bytes.
-        Thread-safe.
-
-        The thread that writes the last bytes finishes the file.
-
-        Args:
-            crc: CRC-32 of the values if it is known.
-        """
-        self._open()
-        return self._write(tensor, offset, values, crc)
-
-    def _write(
-        self, tensor: TensorSpec, offset: int, values: np.ndarray, crc: int | None = None
-    ) -> int:
-        record, base = self._record_of[id(tensor)]
-        view = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
-        self._put(record, base, offset, view, crc)
-        with self._lock:
-            self._missing -= len(view)
-            is_full = bool(view) and self._missing == 0
-        if is_full:
-            self._finish()
-        return len(view)
-
-    def finish(self) -> None:
-        """Write a file without tensors; check that all tensors of any other file are complete."""
-        if self._is_done:
-            return
-        self._open()
-        if not self._is_done:
-            assert not self._missing, f"{self._missing} bytes of {self.path} were never written"
-            self._finish()
-
-    def _finish(self) -> None:
-        """Write the headers and the directory."""
+    def _write_head(self) -> None:
         for layout, base in zip(self._layouts, self.bases):
-            for position, data in layout.headers():
-                self._file.write(data, base + position)
-        self._is_done = True
-        self.close()
+            for record, data in layout.small:
+                self._put_record(record, base, 0, memoryview(data))
 
-    def close(self) -> None:
-        """Close the file, complete or not."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _open(self) -> None:
-        with self._lock:
-            if self._file is not None or self._is_done:
-                return
-            self._create()
-        # The first thread writes the tensors whose chunks are known; others may write their own
-        # bytes in the meantime.
-        for layout in self._layouts:
-            for tensor in layout.tensors:
-                if tensor.chunks is not None:
-                    self._write_chunks(tensor)
+    def _write_known(self) -> None:
+        for tensor in self._record_of:
+            offset = 0
+            for chunk in tensor.chunks or ():
+                offset += self._write(tensor, offset, chunk)
         for tensor, first, count in self._padding:
             raw = DTYPES[tensor.dtype].raw
             self._write(tensor, first * DTYPES[tensor.dtype].itemsize, np.zeros(count, raw))
 
-    def _write_chunks(self, tensor: TensorSpec) -> None:
-        is_large = tensor.nbytes > 2 * CHUNK_BYTES
-        offset = 0
-        for chunk in prefetch(tensor.chunks, _PREFETCH_DEPTH) if is_large else tensor.chunks:
-            offset += self._write(tensor, offset, chunk)
-
-    def _create(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = OutputFile(self.path, self.size, fsync=False)
+    def _write_tail(self) -> None:
         for layout, base in zip(self._layouts, self.bases):
-            for record, data in layout.small:
-                self._put(record, base, 0, memoryview(data))
+            for position, data in layout.headers():
+                self._file.write(data, base + position)
 
-    def _put(
+    def _put(self, tensor: TensorSpec, offset: int, data: memoryview, crc: int | None) -> None:
+        record, base = self._record_of[tensor]
+        self._put_record(record, base, offset, data, crc)
+
+    def _put_record(
         self, record: _Record, base: int, offset: int, data: memoryview, crc: int | None = None
     ) -> None:
         end = offset + len(data)
@@ -430,21 +337,11 @@ def _local_header(record: _Record, crc: int) -> bytes:
     before = record.header_offset + 30 + len(record.name) + len(extra) + 4
     padding = -before % _ALIGNMENT
     extra += struct.pack("<HH", _PADDING, padding) + b"Z" * padding
-    size = min(record.nbytes, _ZIP64)
-    fields = (
-        0x04034B50,
-        45 if large else 20,
-        _flags(record),
-        0,
-        0,
-        0,
-        crc,
-        size,
-        size,
-        len(record.name),
-        len(extra),
-    )
-    return struct.pack("<IHHHHHIIIHH", *fields) + record.name + extra
+    size, lengths = min(record.nbytes, _ZIP64), (len(record.name), len(extra))
+    version = 45 if large else 20
+    # Method, time and date are zeros.
+    fields = (0x04034B50, version, _flags(record), crc, size, size, *lengths)
+    return struct.pack("<IHH6xIIIHH", *fields) + record.name + extra
 
 
 def _entry(record: _Record, crc: int) -> bytes:
@@ -452,22 +349,10 @@ def _entry(record: _Record, crc: int) -> bytes:
     wide = ([record.nbytes] * 2 if large else []) + ([record.header_offset] if far else [])
     extra = struct.pack(f"<HH{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
     size, at = min(record.nbytes, _ZIP64), min(record.header_offset, _ZIP64)
-    version = 45 if wide else 20
-    fields = (
-        0x02014B50,
-        version,
-        version,
-        _flags(record),
-        0,
-        0,
-        0,
-        crc,
-        size,
-        size,
-        len(record.name),
-        len(extra),
-    )
-    return struct.pack("<IHHHHHHIIIHHHHHII", *fields, 0, 0, 0, 0, at) + record.name + extra
+    version, lengths = 45 if wide else 20, (len(record.name), len(extra))
+    # Method, time, date, comment, disk and attributes are zeros.
+    fields = (0x02014B50, version, version, _flags(record), crc, size, size, *lengths, at)
+    return struct.pack("<IHHH6xIIIHH10xI", *fields) + record.name + extra
 
 
 def _flags(record: _Record) -> int:

@@ -22,7 +22,7 @@ from dataclasses import dataclass, fields
 from functools import lru_cache
 from typing import Any
 
-from mmldlm.checkpoints.files.dtypes import COMPLEX, DTYPES, numel
+from mmldlm.checkpoints.files.dtypes import COMPLEX, DTYPES, WIDE_FLOATS, numel
 
 
 class RefusedPickle(ValueError):
@@ -228,12 +228,9 @@ def _tensor(
         dtype, elements = storage.dtype, storage.num_elements
     else:
         elements = storage.num_elements * DTYPES[storage.dtype].itemsize // DTYPES[dtype].itemsize
-    if conjugated and dtype not in COMPLEX or negated and dtype not in _NEGATED:
+    if conjugated and dtype not in COMPLEX or negated and dtype not in (*WIDE_FLOATS, *COMPLEX):
         raise RefusedPickle(f"a negative or conjugate view of {dtype}")
     return TensorRef(dtype, shape, strides, storage.key, offset, elements, negated, conjugated)
-
-
-_NEGATED = ("float64", "float32", "float16", "bfloat16", *COMPLEX)
 
 
 def _signs(metadata: Any) -> tuple[bool, bool]:
@@ -288,10 +285,6 @@ def _rebuild_from_type_v2(function, kind, args, state):
 _TENSOR_CLASSES = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer")
 
 
-def _size(values=()):
-    return tuple(values)
-
-
 # Members of enums in ordinary checkpoints, with their values.
 _ENUMS: dict[str, dict[str, Any]] = {
     "deepspeed.runtime.zero.config.ZeroStageEnum": {
@@ -334,7 +327,7 @@ STORAGES = {
 _GLOBALS: dict[tuple[str, str], Any] = {
     ("builtins", "getattr"): _AllowedCall(_enum_member),
     ("collections", "OrderedDict"): _AllowedCall(_Dict),
-    ("torch", "Size"): _AllowedCall(_size),
+    ("torch", "Size"): _AllowedCall(tuple),
     ("torch._utils", "_rebuild_tensor_v2"): _AllowedCall(_rebuild_tensor_v2),
     ("torch._utils", "_rebuild_tensor_v3"): _AllowedCall(_rebuild_tensor_v3),
     ("torch._utils", "_rebuild_parameter"): _AllowedCall(_rebuild_parameter),

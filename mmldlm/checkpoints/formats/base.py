@@ -8,18 +8,25 @@ the size of the model; every byte is read and written once.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from mmldlm.checkpoints.files.dtypes import COMPLEX, DTYPES, cast, count_nonfinite
 from mmldlm.checkpoints.files.file_io import run_in_threads
-from mmldlm.checkpoints.files.torch_writer import TensorSpec, TorchFileWriter
+from mmldlm.checkpoints.files.tensor_writer import TensorFileWriter, TensorSpec
+from mmldlm.checkpoints.files.torch_writer import TorchFileLayout, TorchFileWriter
+from mmldlm.checkpoints.formats.export_plan import ExportPlan
 from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata
-from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptions, WeightSource
+from mmldlm.checkpoints.formats.weight_source import (
+    WEIGHT,
+    OpenedCheckpoint,
+    ReadOptions,
+    WeightSource,
+)
 from mmldlm.checkpoints.manifest import SUB_GROUP_SIZE
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import join_some
@@ -37,8 +44,11 @@ class WriteRequest:
         world_size: Number of ranks of the new checkpoint.
         optimizer: Optimizer metadata; None to write the weights alone.
         sub_group_size: Size of ZeRO-3's sub-groups in elements.
-        tensors: Source name -> what to write of it (model.pt only).
-        names: Every name in the file -> source name; tied weights share one (model.pt only).
+        export: What to write of the weights; None for targets with an optimizer.
+        metadata: Strings for the header of safetensors.
+        shard_bytes: Maximum size of a safetensors file (a larger tensor has its own); None for one
+            file.
+        verify: Whether safetensors files keep the checksums of their tensors.
     """
 
     source: WeightSource
@@ -47,8 +57,10 @@ class WriteRequest:
     world_size: int = 1
     optimizer: OptimizerMetadata | None = None
     sub_group_size: int = SUB_GROUP_SIZE
-    tensors: dict[str, TensorSpec] | None = None
-    names: dict[str, str] | None = None
+    export: ExportPlan | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    shard_bytes: int | None = None
+    verify: bool = False
 
 
 class CheckpointFormat(Protocol):
@@ -95,8 +107,6 @@ class CheckpointFormat(Protocol):
 # -- Writing
 # -------------------------------------------------------------------------------------------------
 
-WEIGHT = "weight"
-
 
 @dataclass(frozen=True)
 class WriteSegment:
@@ -104,7 +114,7 @@ class WriteSegment:
     element `offset` on.
     """
 
-    file: TorchFileWriter
+    file: TensorFileWriter
     tensor: TensorSpec
     offset: int
     start: int
@@ -121,15 +131,29 @@ class WritePlan:
         copied: Names of weights in files that are copied as they are.
     """
 
-    files: list[TorchFileWriter] = field(default_factory=list)
+    files: list[TensorFileWriter] = field(default_factory=list)
     segments: dict[tuple[str, str], list[WriteSegment]] = field(default_factory=dict)
     copied: set[str] = field(default_factory=set)
+
+    def new_file(
+        self, path: Path, value: Any, padding: Sequence[tuple[TensorSpec, int, int]] = ()
+    ) -> TorchFileWriter:
+        """Add a file for torch.load; the arguments are those of TorchFileLayout and
+        TorchFileWriter.
+        """
+        file = TorchFileWriter(path, [TorchFileLayout(value, path.stem)], padding)
+        self.files.append(file)
+        return file
 
     def add(self, name: str, what: str, segments: Iterable[WriteSegment]) -> None:
         """Add targets of a tensor; empty segments are dropped."""
         self.segments.setdefault((name, what), []).extend(
             segment for segment in segments if segment.count
         )
+
+    def add_whole(self, name: str, what: str, file: TensorFileWriter, tensor: TensorSpec) -> None:
+        """Add a file's tensor that holds all elements of the source's."""
+        self.add(name, what, [WriteSegment(file, tensor, 0, 0, tensor.numel)])
 
     def covered(self) -> dict[tuple[str, str], int]:
         """Return the number of different elements of every weight and moment that are written."""
@@ -152,6 +176,7 @@ def execute(
     source: WeightSource,
     plan: WritePlan,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
+    write: bool = True,
 ) -> None:
     """Write all files of a plan.
 
@@ -161,19 +186,21 @@ def execute(
         source: Source, opened with the moments that the plan has.
         plan: Plan of the files.
         on_bytes: Callback with the bytes written so far and in total.
+        write: Whether to write; False to read and check alone.
 
     Raises:
-        UserError: a damaged source, weights or moments that are not finite. OSError: a failed
-            write.
+        UserError: a damaged source, weights or moments that are not finite, or that overflow
+            their new dtype. OSError: a failed write.
     """
     done, total = 0, sum(file.tensor_bytes for file in plan.files)
     lock = threading.Lock()
 
-    def copy(item: tuple[str, str, str, int, int]) -> None:
+    def copy(item: tuple[str, str, int, int]) -> None:
         """Copy one range of one tensor, chunk by chunk."""
         nonlocal done
-        name, what, dtype, low, _ = item
-        for chunk, crc in _iter_item(source, item):
+        name, what, low, high = item
+        dtype = source.tensors[name].dtype if what == WEIGHT else "float32"
+        for chunk, crc in source.iter_range(name, what, low, high):
             num_bytes = 0
             for segment in plan.segments[name, what]:
                 first = max(segment.start, low)
@@ -186,9 +213,10 @@ def execute(
                     target = segment.tensor.dtype
                     values = _cast_to(source, name, values, dtype, target)
                     at = (segment.offset + first - segment.start) * DTYPES[target].itemsize
-                    num_bytes += segment.file.write(
-                        segment.tensor, at, values, crc if values is chunk else None
-                    )
+                    if write:
+                        num_bytes += segment.file.write(
+                            segment.tensor, at, values, crc if values is chunk else None
+                        )
             low += chunk.size
             with lock:
                 done += num_bytes
@@ -197,7 +225,7 @@ def execute(
     try:
         run_in_threads(copy, _ranges(source, plan))
         source.finish()
-        for file in plan.files:
+        for file in plan.files if write else ():
             file.finish()
     finally:
         for file in plan.files:
@@ -229,50 +257,15 @@ def check_nothing_left(
         )
 
 
-def read_through(source: WeightSource, plan: WritePlan) -> None:
-    """Read and check what a plan would write, without writing.
-
-    Raises:
-        UserError: as execute.
-    """
-
-    def read(item: tuple[str, str, str, int, int]) -> None:
-        for _ in _iter_item(source, item):
-            pass
-
-    run_in_threads(read, _ranges(source, plan))
-    source.finish()
-
-
-def _iter_item(
-    source: WeightSource, item: tuple[str, str, str, int, int]
-) -> Iterator[tuple[np.ndarray, int | None]]:
-    name, what, _, low, high = item
-    return (
-        source.iter_range(name, low, high)
-        if what == WEIGHT
-        else source.iter_moment_range(what, name, low, high)
-    )
-
-
-def _ranges(source: WeightSource, plan: WritePlan) -> Iterator[tuple[str, str, str, int, int]]:
-    """Yield (name, what, dtype, first element, end) of everything in the plan, in the order of the
+def _ranges(source: WeightSource, plan: WritePlan) -> Iterator[tuple[str, str, int, int]]:
+    """Yield (name, what, first element, end) of everything in the plan, in the order of the
     source's files.
     """
-    for name in source.reading_order():
-        if (name, WEIGHT) in plan.segments:
-            yield from (
-                (name, WEIGHT, source.tensors[name].dtype, *bounds)
-                for bounds in source.ranges(name)
-            )
-    for what in MOMENTS:
-        planned = {
-            name: parts
-            for name, parts in source.moments.get(what, {}).items()
-            if (name, what) in plan.segments
-        }
+    for what in (WEIGHT, *MOMENTS):
+        table = source.parts if what == WEIGHT else source.moments.get(what, {})
+        planned = {name: parts for name, parts in table.items() if (name, what) in plan.segments}
         for name in source.in_file_order(planned):
-            yield from ((name, what, "float32", *bounds) for bounds in source.ranges(name))
+            yield from ((name, what, *bounds) for bounds in source.ranges(name))
 
 
 def _cast_to(
@@ -286,15 +279,12 @@ def _cast_to(
     if not DTYPES[dtype].is_float:
         # A buffer: ds_to_universal widens it, too.
         return values.astype(DTYPES[target].raw)
-    values = cast(values, dtype, target)
-    if (
-        target == "float16"
-        and not source.options.allow_nonfinite
-        and count_nonfinite(values, target)
-    ):
+    converted = cast(values, dtype, target)
+    count = 0 if source.options.allow_nonfinite else count_nonfinite(converted, target)
+    if count and count > count_nonfinite(values, dtype):
         raise UserError(
             f"weights in the range of {target}",
-            f"larger ones in {name}",
-            "use --dtype bf16 or fp32",
+            f"{count} elements of {name} that overflow it",
+            "use --dtype fp32 or bf16, or --allow-nonfinite",
         )
-    return values
+    return converted

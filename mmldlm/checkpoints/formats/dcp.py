@@ -15,13 +15,14 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.files.dtypes import numel
+from mmldlm.checkpoints.files.dtypes import WIDE_FLOATS, numel
+from mmldlm.checkpoints.files.file_io import read_json_object
+from mmldlm.checkpoints.files.tensor_writer import TensorSpec
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.torch_writer import (
     GlobalRef,
     ObjectSpec,
     PickleWriter,
-    TensorSpec,
     TorchFileLayout,
     TorchFileWriter,
     TorchSize,
@@ -85,8 +86,28 @@ class DcpFormat:
     def can_resume(self, path: Path) -> bool:
         return True
 
-    def read_optimizer_metadata(self, opened: OpenedCheckpoint):
-        return read_optimizer_metadata(opened)
+    def read_optimizer_metadata(self, opened: OpenedCheckpoint) -> OptimizerMetadata:
+        source = opened.weights
+        path = source.path / TRAINABLE_FILE
+        # DcpCheckpoint has validated the file.
+        record = json.loads(read_bytes(path))
+        groups, notes = _groups(path, record), []
+        if "groups" not in record:
+            groups = [Group(list(record["trainable"]), {})]
+            notes.append(
+                f"{path.name} names no parameter groups: all are in one, without settings"
+            )
+        for group in groups:
+            group.names = source.resolve_tied(group.names, source.path)
+        steps, dtype = record.get("steps"), record.get("compute_dtype")
+        if not isinstance(steps, int | float | None) or dtype not in (None, *WIDE_FLOATS):
+            raise corrupt_file_error(path, f"steps {steps!r} in {dtype!r}"[:200])
+        steps = applied_steps(opened) if steps is None else float(steps)
+        metadata = torch_metadata(opened, groups, steps, dtype or configured_dtype(opened))
+        saved = record.get("deepspeed")
+        metadata.optimizer |= read_scaling(saved if isinstance(saved, dict) else {})
+        metadata.notes += notes
+        return add_deepspeed_state(metadata, source.path)
 
     def plan_write(self, request: WriteRequest):
         source, optimizer = request.source, request.optimizer
@@ -117,23 +138,9 @@ class DcpCheckpoint(WeightSource):
 
     engine = "fsdp"
 
-    @classmethod
-    def open(cls, path: Path | str, options: ReadOptions = READ_DEFAULTS) -> DcpCheckpoint:
-        """Open a folder with a .metadata file.
-
-        Raises:
-            UserError: missing or truncated files, a hostile or unknown .metadata, compressed
-                tensors, tensors cut along another dimension than the first, chunks that do not
-                cover a tensor exactly.
-        """
-        source = cls(Path(path), options)
-        source._folders: list[DcpFolder] = []
-        try:
-            source._read()
-        except BaseException:
-            source.close()
-            raise
-        return source
+    def __init__(self, path: Path, options: ReadOptions = READ_DEFAULTS):
+        super().__init__(path, options)
+        self._folders: list[DcpFolder] = []
 
     def close(self) -> None:
         super().close()
@@ -166,7 +173,15 @@ class DcpCheckpoint(WeightSource):
         if names_file is not None:
             self._set_kinds(names_file)
             if with_moments:
-                self._read_moments(folder, _moment_keys(self.path, names_file))
+                groups = _groups(self.path / TRAINABLE_FILE, names_file)
+                self._read_moments(
+                    folder,
+                    {
+                        name: moment_keys(group.settings)
+                        for group in groups
+                        for name in group.names
+                    },
+                )
         else:
             self.notes += model.notes
             if with_moments:
@@ -241,10 +256,7 @@ def _refuse_megatron(path: Path) -> None:
     """Raise UserError for a checkpoint of Megatron-core, which stores all layers of a stack as one
     tensor.
     """
-    try:
-        backend = json.loads(read_bytes(path / "metadata.json")).get("sharded_backend")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        backend = None
+    backend = read_json_object(path / "metadata.json").get("sharded_backend")
     if backend or (path / "common.pt").is_file():
         raise _megatron_error(
             path, f"one of Megatron-core ({'metadata.json' if backend else 'common.pt'} beside it)"
@@ -297,58 +309,21 @@ def _read_trainable(folder: Path) -> dict[str, Any] | None:
     return content
 
 
-def _moment_keys(folder: Path, content: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    """Return name -> moments of the weight, for the names of all groups; files of an older mmldlm
-    name no groups.
-    """
-    try:
-        return {
-            name: moment_keys(group["settings"])
-            for group in content.get("groups", [])
-            for name in group["names"]
-        }
-    except (TypeError, AttributeError, KeyError) as error:
-        found = f"groups that are not a list of names and settings ({error!r})"
-        raise corrupt_file_error(folder / TRAINABLE_FILE, found) from error
-
-
-# -- The optimizer
-# -------------------------------------------------------------------------------------------------
-
-
-def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
-    """See CheckpointFormat.read_optimizer_metadata."""
-    source = opened.weights
-    path = source.path / TRAINABLE_FILE
-    # DcpCheckpoint has validated the file.
-    record = json.loads(read_bytes(path))
-    notes = []
+def _groups(path: Path, record: dict[str, Any]) -> list[Group]:
+    """Return the parameter groups in a trainable.json; [] for one of an older mmldlm."""
     try:
         groups = [
-            Group(list(group["names"]), dict(group["settings"])) for group in record["groups"]
+            Group(list(group["names"]), dict(group["settings"]))
+            for group in record.get("groups", [])
         ]
         for group in groups:
             if "betas" in group.settings:
                 # JSON has no tuples.
                 group.settings["betas"] = tuple(group.settings["betas"])
-    except KeyError:
-        groups = [Group(list(record["trainable"]), {})]
-        notes.append(f"{path.name} names no parameter groups: all are in one, without settings")
-    except (TypeError, ValueError) as error:
-        raise corrupt_file_error(
-            path, f"groups that are not a list of names and settings ({error!r})"
-        ) from error
-    groups = [
-        Group(source.resolve_tied(group.names, source.path), group.settings) for group in groups
-    ]
-    steps = applied_steps(opened) if record.get("steps") is None else float(record["steps"])
-    dtype = record.get("compute_dtype") or configured_dtype(opened)
-    saved = record.get("deepspeed")
-    saved = saved if isinstance(saved, dict) else {}
-    metadata = torch_metadata(opened, groups, steps, dtype)
-    metadata.optimizer |= read_scaling(saved)
-    metadata.notes += notes
-    return add_deepspeed_state(metadata, source.path)
+    except (TypeError, ValueError, AttributeError, KeyError) as error:
+        found = f"groups that are not a list of names and settings ({error!r})"
+        raise corrupt_file_error(path, found) from error
+    return groups
 
 
 # -- Writing
@@ -365,7 +340,7 @@ def plan_dcp(
     Args:
         optimizer: Optimizer metadata; None to write the weights alone.
     """
-    items: list[list[tuple[str, str, TensorSpec, int, tuple[int, ...]]]] = [
+    items: list[list[tuple[str, str, TensorSpec, tuple[int, ...]]]] = [
         [] for _ in range(world_size)
     ]
     described: dict[str, tuple[str, tuple[int, ...], list[tuple]]] = {}
@@ -381,15 +356,15 @@ def plan_dcp(
                 [(offsets, sizes) for _, offsets, sizes in chunks],
             )
             for rank, offsets, sizes in chunks:
-                items[rank].append((name, what, TensorSpec(dtype, sizes), rank, offsets))
+                items[rank].append((name, what, TensorSpec(dtype, sizes), offsets))
     plan, places = WritePlan(), {}
     for rank, held in enumerate(items):
-        layouts = [TorchFileLayout(tensor, "archive") for _, _, tensor, _, _ in held]
+        layouts = [TorchFileLayout(tensor, "archive") for _, _, tensor, _ in held]
         if not layouts:
             continue
         file = TorchFileWriter(folder / f"__{rank}_0.distcp", layouts)
         plan.files.append(file)
-        for (name, what, tensor, _, offsets), layout, base in zip(held, layouts, file.bases):
+        for (name, what, tensor, offsets), layout, base in zip(held, layouts, file.bases):
             start = offsets[0] * numel(source.tensors[name].shape[1:]) if offsets else 0
             plan.add(name, what, [WriteSegment(file, tensor, 0, start, tensor.numel)])
             places[_key(name, what), offsets] = (file.path.name, base, layout.size)

@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.checkpoints.files.dtypes import DTYPES, numel
+from mmldlm.checkpoints.files.dtypes import DTYPES, numel, row_major
+from mmldlm.checkpoints.files.file_io import closed_on_error
 from mmldlm.checkpoints.files.file_kinds import SAFETENSORS, FileKind
 from mmldlm.checkpoints.files.torch_file import (
     MAX_PICKLE_BYTES,
@@ -117,7 +118,7 @@ class DcpParts(RegularParts):
     def __getitem__(self, index):
         _, rows, file, offset, length = self._chunks[index].tolist()
         sizes = () if self._is_scalar else (rows, *self._row)
-        ref = TensorRef(self._dtype, sizes, _row_major(sizes), "", 0, numel(sizes))
+        ref = TensorRef(self._dtype, sizes, row_major(sizes), "", 0, numel(sizes))
         item = self._files[file].item(offset, length, ref, self._name, self._random_access)
         return FileRange(item, ref, 0, ref.numel)
 
@@ -153,20 +154,17 @@ class DcpFolder:
         """
         self.path, self.random_access = path, random_access
         self.metadata_path = path / DCP_METADATA
-        self.objects: list[DcpObject] = []
+        self.objects: list[ItemFile] = []
         self.values: dict[str, DcpValue] = {}
         self.files: list[DcpFile] = []
         self._index_of: dict[str, int] = {}
         metadata = read_metadata(self.metadata_path)
         self._chunks, self._objects = _locations(self.metadata_path, metadata["storage_data"])
         self.tree = self._build_tree(metadata["state_dict_metadata"], metadata.get("planner_data"))
-        try:
+        with closed_on_error(self):
             self._open_files()
             if not metadata.get("planner_data"):
                 self._load_dicts()
-        except BaseException:
-            self.close()
-            raise
 
     def close(self) -> None:
         """Close the files."""
@@ -253,12 +251,12 @@ class DcpFolder:
             raise corrupt_file_error(self.metadata_path, found)
         return self._index_of[relative], offset, length
 
-    def open_object(self, name: str) -> DcpObject:
+    def open_object(self, name: str) -> ItemFile:
         """Open the file of a pickled object."""
         if name not in self._objects:
             raise corrupt_file_error(self.metadata_path, f"no file for {name}")
         relative, offset, length = self._objects[name]
-        item = DcpObject(self._file(relative), offset, length, name, self.random_access)
+        item = ItemFile(self._file(relative), offset, length, self.random_access)
         self.objects.append(item)
         return item
 
@@ -412,19 +410,8 @@ def _locations(
     return chunks, objects
 
 
-def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
-
-
 # -- Items
 # -------------------------------------------------------------------------------------------------
-
-# The head and the tail of an item hold all descriptions of a small one.
-_NEAR_BYTES = 4096
 
 
 class DcpFile:
@@ -463,25 +450,15 @@ class DcpFile:
             self._fd = -1
 
 
-class _ItemFile(TorchFile):
-    """The zip of one chunk inside a .distcp file.
-
-    Its head and tail are read once: a file holds hundreds of small items, and system calls would
-    dominate.
-    """
+class ItemFile(TorchFile):
+    """The zip of one chunk, or of one pickled object, inside a .distcp file."""
 
     def __init__(self, file: DcpFile, offset: int, length: int, random_access: bool):
-        # Pairs of first byte and bytes.
-        self._near: list[tuple[int, bytes]] = []
         self._file = file
         super().__init__(file.path, random_access, file.fd, (offset, length))
 
     def _descriptor(self) -> int:
         return self._file.fd
-
-    def _read_directory(self):
-        self._near.append((0, self._pread(0, min(_NEAR_BYTES, self.file_size))))
-        return super()._read_directory()
 
     def _check_kind(self, kind: FileKind | None) -> None:
         if kind is SAFETENSORS:
@@ -493,41 +470,6 @@ class _ItemFile(TorchFile):
                 f"items written by torch.save in {self.path}", "safetensors items", fix
             )
         super()._check_kind(kind)
-
-    def load(self) -> Any:
-        try:
-            return super().load()
-        finally:
-            self._near = []
-
-    def _pread(self, position: int, count: int) -> bytes:
-        data = self._find_near(position, count)
-        if data is None:
-            data = super()._pread(position, count)
-            if position and count >= _NEAR_BYTES:
-                self._near.append((position, data))
-        return data
-
-    def _pread_into(self, view: memoryview, position: int) -> None:
-        data = self._find_near(position, len(view)) if self._near else None
-        if data is None:
-            super()._pread_into(view, position)
-        else:
-            view[:] = data
-
-    def _find_near(self, position: int, count: int) -> bytes | None:
-        for start, data in self._near:
-            if start <= position and position + count <= start + len(data):
-                return data[position - start : position - start + count]
-        return None
-
-
-class DcpObject(_ItemFile):
-    """One pickled object, such as a setting of the optimizer or a dict that was not flattened."""
-
-    def __init__(self, file: DcpFile, offset: int, length: int, what: str, random_access: bool):
-        self.offset, self.what = offset, what
-        super().__init__(file, offset, length, random_access)
 
 
 class DcpItem:
@@ -556,35 +498,35 @@ class DcpItem:
 
     def _open(self) -> TorchFile:
         with self._lock:
-            return self._opened()
+            if self._zip is None:
+                item = ItemFile(self._file, self.offset, self._length, self._random_access)
+                self._stored = self._check(item, item.load())
+                self._zip = item
+            return self._zip
 
-    def _opened(self) -> TorchFile:
-        if self._zip is None:
-            item = _ItemFile(self._file, self.offset, self._length, self._random_access)
-            stored = item.load()
-            if not isinstance(stored, TensorRef) or (stored.dtype, stored.shape) != (
-                self.ref.dtype,
-                self.ref.shape,
-            ):
-                found = (
-                    f"{stored.dtype} {stored.shape}"
-                    if isinstance(stored, TensorRef)
-                    else type(stored).__name__
-                )
-                expected = f"{self.ref.dtype} {self.ref.shape}"
-                raise corrupt_file_error(
-                    self.path, f"{found} for a part of {self._what}, {expected} in {DCP_METADATA}"
-                )
-            item.check_ref(stored, self._what)
-            if not stored.is_contiguous:
-                found = (
-                    f"a part of {self._what} with strides {stored.stride}"
-                    + ", negated" * stored.negated
-                )
-                fix = "call .resolve_conj().resolve_neg().contiguous() on it before it is saved"
-                raise UserError(f"chunks in row-major order in {self.path}", found, fix)
-            self._zip, self._stored = item, stored
-        return self._zip
+    def _check(self, item: TorchFile, stored: Any) -> TensorRef:
+        """Return what an item holds, the tensor that .metadata describes.
+
+        Raises:
+            UserError: something else.
+        """
+        is_tensor = isinstance(stored, TensorRef)
+        if not is_tensor or (stored.dtype, stored.shape) != (self.ref.dtype, self.ref.shape):
+            found = f"{stored.dtype} {stored.shape}" if is_tensor else type(stored).__name__
+            raise corrupt_file_error(
+                self.path,
+                f"{found} for a part of {self._what}, {self.ref.dtype} {self.ref.shape} in"
+                f" {DCP_METADATA}",
+            )
+        item.check_ref(stored, self._what)
+        if not stored.is_contiguous:
+            negated = ", negated" * stored.negated
+            raise UserError(
+                f"chunks in row-major order in {self.path}",
+                f"a part of {self._what} with strides {stored.stride}{negated}",
+                "call .resolve_conj().resolve_neg().contiguous() on it before it is saved",
+            )
+        return stored
 
     def position_of(self, ref: TensorRef, start: int = 0) -> int:
         """Return the approximate position of element `start`, to sort reads without opening the

@@ -13,13 +13,16 @@ from mmldlm.checkpoints.formats.base import WriteRequest
 from mmldlm.checkpoints.formats.deepspeed_files import (
     STEPS_AHEAD,
     find_states,
+    group_tables,
     inner_optimizer,
+    optimizer_steps,
     param_shapes,
+    states_of,
     steps_ahead,
+    torch_optimizer,
 )
 from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.deepspeed_writer import (
-    ZeroTarget,
     plan_universal,
     plan_zero,
     write_other_files,
@@ -28,11 +31,11 @@ from mmldlm.checkpoints.formats.optimizer import (
     Group,
     OptimizerMetadata,
     copied_values,
-    group_names,
     group_settings,
+    named_groups,
     read_scaling,
-    to_plain_value,
 )
+from mmldlm.checkpoints.formats.universal_folder import is_universal, universal_steps
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptions, WeightSource
 from mmldlm.checkpoints.manifest import UNIVERSAL_TAG, ZERO_TAG
 from mmldlm.errors import UserError
@@ -56,18 +59,58 @@ class DeepSpeedFormat:
     def can_resume(self, path: Path) -> bool:
         return True
 
-    def read_optimizer_metadata(self, opened: OpenedCheckpoint):
-        return read_optimizer_metadata(opened)
+    def read_optimizer_metadata(self, opened: OpenedCheckpoint) -> OptimizerMetadata:
+        source = opened.weights
+        model = _first(source, "model_states.pt")
+        assert model is not None
+        state = model.load_dict()
+        notes: list[str] = []
+        model_states = _other_entries(model, state, notes)
+        file, inner, optimizer = _optimizer_of(source, model, state)
+        tables = group_tables(optimizer)
+        config = state.get("ds_config")
+        config = config if isinstance(config, dict) else {}
+        names_of = _group_names(source, model, state, file, tables)
+        zero = config.get("zero_optimization")
+        if source.stage in (1, 2) and isinstance(zero, dict) and zero.get("round_robin_gradients"):
+            position_of = {name: position for position, name in enumerate(source.tensors)}
+            names_of = [sorted(group, key=position_of.__getitem__) for group in names_of]
+            notes.append(
+                "round_robin_gradients reordered the groups' parameters: written in the model's"
+                " order"
+            )
+        settings = group_settings(file, tables)
+        if len(settings) != len(names_of):
+            settings = [{} for _ in names_of]
+        if not all(settings):
+            notes.append(
+                "the optimizer's settings are not in the checkpoint: DeepSpeed's own loader would"
+                " miss them"
+            )
+        try:
+            config = copied_values(model, config, "ds_config")
+        except ValueError:
+            config = {}
+            notes.append("ds_config holds an object of a class and was left out")
+        _check_states(file, optimizer)
+        steps = _steps(source, file, optimizer, [name for group in names_of for name in group])
+        if (ahead := steps_ahead(state, steps)) > 0:
+            model_states[STEPS_AHEAD] = ahead
+        return OptimizerMetadata(
+            groups=[Group(names, values) for names, values in zip(names_of, settings)],
+            steps=steps,
+            compute_dtype=_compute_dtype(source, state),
+            model_states=model_states,
+            optimizer=read_scaling(inner),
+            ds_config=config,
+            notes=notes,
+            is_of_deepspeed=True,
+        )
 
     def plan_write(self, request: WriteRequest):
-        source, optimizer, folder = request.source, request.optimizer, request.folder
         if request.target == UNIVERSAL_TAG:
-            plan = plan_universal(source, optimizer, folder)
-            return plan, lambda folder: write_other_files(source, optimizer, folder)
-        target = ZeroTarget(
-            int(request.target.removeprefix("zero")), request.world_size, request.sub_group_size
-        )
-        return plan_zero(source, optimizer, target, folder / ZERO_TAG), lambda folder: None
+            return plan_universal(request), lambda folder: write_other_files(request, folder)
+        return plan_zero(request), lambda folder: None
 
 
 # -- The optimizer
@@ -89,56 +132,6 @@ REGENERATED_KEYS = {
     "optimizer_param_names",
     "aliases",
 }
-
-
-def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
-    """See CheckpointFormat.read_optimizer_metadata."""
-    source = opened.weights
-    model = _first(source, "model_states.pt")
-    assert model is not None
-    state = model.load_dict()
-    notes: list[str] = []
-    model_states = _other_entries(model, state, notes)
-    file, inner, optimizer = _optimizer_of(source, model, state)
-    tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        tables = []
-    config = state.get("ds_config")
-    config = config if isinstance(config, dict) else {}
-    names_of = _group_names(source, model, state, file, tables)
-    zero = config.get("zero_optimization")
-    if source.stage in (1, 2) and isinstance(zero, dict) and zero.get("round_robin_gradients"):
-        position_of = {name: position for position, name in enumerate(source.tensors)}
-        names_of = [sorted(group, key=position_of.__getitem__) for group in names_of]
-        notes.append(
-            "round_robin_gradients reordered the groups' parameters: written in the model's order"
-        )
-    settings = group_settings(file, tables)
-    if len(settings) != len(names_of):
-        settings = [{} for _ in names_of]
-    if not all(settings):
-        notes.append(
-            "the optimizer's settings are not in the checkpoint: DeepSpeed's own loader would miss"
-            " them"
-        )
-    try:
-        config = copied_values(model, config, "ds_config")
-    except ValueError:
-        config = {}
-        notes.append("ds_config holds an object of a class and was left out")
-    steps = _steps(file, optimizer, source)
-    if (ahead := steps_ahead(state, steps)) > 0:
-        model_states[STEPS_AHEAD] = ahead
-    return OptimizerMetadata(
-        groups=[Group(names, values) for names, values in zip(names_of, settings)],
-        steps=steps,
-        compute_dtype=_compute_dtype(source),
-        model_states=model_states,
-        optimizer=read_scaling(inner),
-        ds_config=config,
-        notes=notes,
-        is_of_deepspeed=True,
-    )
 
 
 def _first(source: WeightSource, ending: str) -> TorchFile | None:
@@ -163,14 +156,9 @@ def _group_names(
     source: WeightSource, model: TorchFile, state: dict, file: TorchFile, tables: list[dict]
 ) -> list[list[str]]:
     """Return the names of every parameter group."""
-    if source.stage == 0 and source.names_of_groups:
-        return source.names_of_groups
     if source.stage == 0:
-        saved = state.get("optimizer_param_names")
-        # group_names refuses anything but lists of names.
-        names = group_names(model, saved)
-        owners = iter(source.resolve_tied(names, model.path))
-        return [[next(owners) for _ in group] for group in saved]
+        names = state.get("optimizer_param_names")
+        return source.names_of_groups or named_groups(source, model, names)
     names_of = [list(group) for group in param_shapes(model, state)]
     return _join_sub_groups(file, names_of, tables) if source.stage == 3 else names_of
 
@@ -184,7 +172,7 @@ def _optimizer_of(
     file = _first(source, "optim_states.pt")
     if file is not None:
         inner = inner_optimizer(file)
-        return file, inner, inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))
+        return file, inner, torch_optimizer(inner)
     if source.stage == 0:
         inner = state.get("optimizer")
         inner = inner if isinstance(inner, dict) else {}
@@ -213,13 +201,9 @@ def _join_sub_groups(
     return [[name for _ in range(count) for name in next(remaining)] for count in counts]
 
 
-def _steps(file: TorchFile, optimizer: Any, source: WeightSource) -> float | None:
-    states: Any = optimizer.get("state") if isinstance(optimizer, dict) else optimizer
-    if isinstance(states, dict):
-        states = list(states.values())
-    states = states if isinstance(states, list) else []
-    states = [state for state in states if isinstance(state, dict)]
-    for state in states:
+def _check_states(file: TorchFile, optimizer: Any) -> None:
+    """Raise UserError if the optimizer keeps tensors that AdamW and Muon do not have."""
+    for state in states_of(optimizer):
         extra = [
             key
             for key in state
@@ -231,23 +215,22 @@ def _steps(file: TorchFile, optimizer: Any, source: WeightSource) -> float | Non
                 f"{join_some(extra)} too (amsgrad, or another optimizer)",
                 "take the weights alone with --to safetensors; such state cannot be carried over",
             )
-    for state in states:
-        if "step" in state:
-            return float(to_plain_value(file, state["step"]))
-    tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    steps = tables[0].get("step") if tables else None
-    if steps is None and (path := next((source.path / ZERO_TAG).rglob("step.pt"), None)):
-        file = TorchFile(path)
-        source.files.append(file)
-        steps = file.load()
-    return None if steps is None else float(to_plain_value(file, steps))
 
 
-def _compute_dtype(source: WeightSource) -> str:
+def _steps(
+    source: WeightSource, file: TorchFile, optimizer: Any, names: list[str]
+) -> float | None:
+    """Return the optimizer's step count; the reader has compared those of all tensors."""
+    steps = [step for step in optimizer_steps(file, optimizer) if step is not None]
+    if not steps and is_universal(source.path):
+        steps = [step for _, step in universal_steps(source, names)]
+    return float(steps[0]) if steps else None
+
+
+def _compute_dtype(source: WeightSource, state: dict) -> str:
     """Return the dtype of the model file's weights; ZeRO-3 leaves empty tensors there, which have
     it too.
     """
-    state = source.files[0].load_dict()
     module = state.get("module") if isinstance(state.get("module"), dict) else {}
     for name, info in source.tensors.items():
         if info.kind == "trainable" and isinstance(module.get(name), TensorRef):

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.files.dtypes import DTYPES
+from mmldlm.checkpoints.files.dtypes import WIDE_FLOATS
 from mmldlm.checkpoints.files.torch_file import (
     SAME_SAVE_HINT,
     TorchFile,
@@ -242,12 +242,8 @@ def param_shapes(file: TorchFile, state: dict) -> list[dict[str, tuple[int, ...]
         raise corrupt_file_error(
             file.path, "no param_shapes in it: the order of the flat weights is unknown"
         )
-    for name, shape in ((n, s) for group in groups for n, s in group.items()):
-        is_shape = isinstance(shape, tuple) and all(
-            type(size) is int and size >= 0 for size in shape
-        )
-        if not isinstance(name, str) or not is_shape:
-            raise corrupt_file_error(file.path, f"param_shapes with {name!r}: {shape!r}")
+    for group in groups:
+        _check_shapes(file, "param_shapes", group)
     names = [name for group in groups for name in group]
     if len(names) != len(set(names)):
         raise corrupt_file_error(file.path, "param_shapes names a parameter twice")
@@ -257,27 +253,21 @@ def param_shapes(file: TorchFile, state: dict) -> list[dict[str, tuple[int, ...]
 def frozen_shapes(file: TorchFile, state: dict) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of the frozen parameters that a model file of ZeRO-2 or 3 records."""
     shapes = state.get("frozen_param_shapes") or {}
-    for name, shape in shapes.items() if isinstance(shapes, dict) else [(None, shapes)]:
+    if not isinstance(shapes, dict):
+        raise corrupt_file_error(file.path, f"frozen_param_shapes: {str(shapes)[:80]}")
+    _check_shapes(file, "frozen_param_shapes", shapes)
+    return shapes
+
+
+def _check_shapes(file: TorchFile, key: str, shapes: dict) -> None:
+    for name, shape in shapes.items():
         is_shape = isinstance(shape, tuple) and all(
             type(size) is int and size >= 0 for size in shape
         )
         if not isinstance(name, str) or not is_shape:
             raise corrupt_file_error(
-                file.path, f"frozen_param_shapes with {str(name)[:80]!r}: {str(shape)[:80]}"
+                file.path, f"{key} with {str(name)[:80]!r}: {str(shape)[:80]}"
             )
-    return shapes
-
-
-def shared_params(file: TorchFile, state: dict) -> dict[str, str]:
-    """Return second name -> name of the tied weights that a model file records."""
-    shared = state.get("shared_params") or {}
-    if not isinstance(shared, dict) or not all(
-        isinstance(name, str) for pair in shared.items() for name in pair
-    ):
-        raise corrupt_file_error(
-            file.path, f"shared_params that are not names: {str(shared)[:80]}"
-        )
-    return shared
 
 
 def buffer_names(state: dict) -> set[str]:
@@ -300,11 +290,7 @@ def flat_groups(file: TorchFile, inner: dict, key: str, count: int) -> list[Tens
         )
     for flat in flats:
         file.check_ref(flat, key)
-        if (
-            not flat.is_contiguous
-            or not DTYPES[flat.dtype].is_float
-            or DTYPES[flat.dtype].itemsize == 1
-        ):
+        if not flat.is_contiguous or flat.dtype not in WIDE_FLOATS:
             raise corrupt_file_error(
                 file.path, f"{key} holds a {flat.dtype} tensor of shape {flat.shape}"
             )
@@ -490,13 +476,7 @@ def steps_ahead(state: dict, steps: float | None) -> int:
 
 def read_scalar(file: TorchFile, value: Any) -> Any:
     """Return a plain number, or that in a tensor of one element; None for anything else."""
-    if not isinstance(value, TensorRef):
-        return value if isinstance(value, (int, float)) else None
-    if value.numel != 1 or value.dtype not in ("float32", "float64", "int64", "int32"):
-        return None
-    file.check_ref(value, "step")
-    one = TensorRef(value.dtype, (1,), (1,), value.key, value.offset, value.storage_elements)
-    return file.read_elements(one, 0, 1)[0].item()
+    return file.read_number(value) if isinstance(value, TensorRef) else _number(value)
 
 
 def _check_equal(files: list[TorchFile], counters: list[dict[str, Any]]) -> None:
@@ -513,41 +493,49 @@ def _model_counters(state: dict) -> dict[str, Any]:
     counters = {key: state.get(key) for key in _OF_MODEL}
     scheduler = state.get("lr_scheduler")
     if isinstance(scheduler, dict):
-        counters.update(
-            {
-                f"lr_scheduler.{key}": scheduler[key]
-                for key in _OF_SCHEDULER
-                if _is_number(scheduler.get(key))
-            }
-        )
+        counters |= {f"lr_scheduler.{key}": _number(scheduler.get(key)) for key in _OF_SCHEDULER}
     return counters
 
 
 def _optimizer_counters(file: TorchFile, inner: dict) -> dict[str, Any]:
     """Return the counters of an optimizer file; "step" and "lr" are lists."""
-    optimizer: Any = inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))
-    tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    tables = (
-        [table for table in tables if isinstance(table, dict)] if isinstance(tables, list) else []
-    )
-    # Older versions of FusedAdam keep the step in the tables.
-    in_tables = [read_scalar(file, table["step"]) for table in tables if "step" in table]
-    counters = {
-        "step": [
-            *(read_scalar(file, state.get("step")) for state in _states(optimizer)),
-            *in_tables,
-        ],
-        "lr": [read_scalar(file, table.get("lr")) for table in tables],
+    optimizer = torch_optimizer(inner)
+    counters: dict[str, Any] = {
+        "step": optimizer_steps(file, optimizer),
+        "lr": [read_scalar(file, table.get("lr")) for table in group_tables(optimizer)],
     }
     scaler = inner.get("loss_scaler")
     if isinstance(scaler, OpaqueObject) and isinstance(scaler.state, dict):
-        counters.update(
-            {key: scaler.state[key] for key in _OF_SCALER if _is_number(scaler.state.get(key))}
-        )
+        counters |= {key: _number(scaler.state.get(key)) for key in _OF_SCALER}
     return counters
 
 
-def _states(optimizer: Any) -> Iterator[dict]:
+def torch_optimizer(inner: dict) -> Any:
+    """Return the state_dict of the torch optimizer, or elastic list of its states, in DeepSpeed's
+    optimizer.
+    """
+    return inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))
+
+
+def group_tables(optimizer: Any) -> list[dict]:
+    """Return the param_groups of a torch optimizer's state_dict; [] if they are not tables."""
+    tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
+    is_list = isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
+    return tables if is_list else []
+
+
+def optimizer_steps(file: TorchFile, optimizer: Any) -> list[Any]:
+    """Return the step counts of an optimizer's tensors and groups; None where there is none."""
+    # Older versions of FusedAdam keep the step in the tables.
+    tables = [table for table in group_tables(optimizer) if "step" in table]
+    return [read_scalar(file, state.get("step")) for state in (*states_of(optimizer), *tables)]
+
+
+def _number(value: Any) -> float | int | None:
+    return value if isinstance(value, (int, float)) else None
+
+
+def states_of(optimizer: Any) -> Iterator[dict]:
     """Yield the states of an optimizer's tensors in a fixed order."""
     states: Any = optimizer
     if isinstance(states, dict):
@@ -557,10 +545,6 @@ def _states(optimizer: Any) -> Iterator[dict]:
     for state in states if isinstance(states, list) else ():
         if isinstance(state, dict):
             yield state
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
 
 
 # -- deepspeed.pt

@@ -48,16 +48,15 @@ from mmldlm.checkpoints.formats.deepspeed_files import (
     open_named,
     param_shapes,
     saved_stage,
-    shared_params,
     slice_parts,
     slice_sizes,
+    torch_optimizer,
 )
 from mmldlm.checkpoints.formats.optimizer import (
     TensorState,
-    check_equal_steps,
     flat_moments,
-    group_names,
     moments_by_name,
+    named_groups,
     states_by_index,
 )
 from mmldlm.checkpoints.formats.selection import add_tensors, tensors_of
@@ -67,12 +66,11 @@ from mmldlm.checkpoints.formats.universal_folder import (
     universal_steps,
 )
 from mmldlm.checkpoints.formats.weight_source import (
-    READ_DEFAULTS,
-    FileRange,
     Parts,
-    ReadOptions,
     TensorInfo,
     WeightSource,
+    tied_names,
+    whole_tensor,
 )
 from mmldlm.checkpoints.formats.zero0_masters import Masters, match_masters
 from mmldlm.errors import UserError
@@ -84,31 +82,18 @@ class ZeroCheckpoint(WeightSource):
 
     engine = "deepspeed"
 
-    @classmethod
-    def open(cls, path: Path | str, options: ReadOptions = READ_DEFAULTS) -> ZeroCheckpoint:
-        """Open a folder of *_states.pt files, or one that contains it (`latest`, zero/,
+    def _read(self) -> None:
+        """Read a folder of *_states.pt files, or one that contains it (`latest`, zero/,
         engine/zero/).
-
-        Raises:
-            UserError: missing, extra, renamed, damaged or mismatched files; tensor, pipeline or
-                expert parallelism. It names the file.
         """
-        folder = find_states(Path(path))
+        folder = find_states(self.path)
         if folder is None:
             raise UserError(
-                f"a DeepSpeed checkpoint at {path}",
+                f"a DeepSpeed checkpoint at {self.path}",
                 "no *_states.pt files there or under its `latest`",
                 "give the folder that holds the mp_rank_* and zero_pp_rank_* files",
             )
-        source = cls(folder, options)
-        try:
-            source._open_folder()
-        except BaseException:
-            source.close()
-            raise
-        return source
-
-    def _open_folder(self) -> None:
+        self.path = folder
         optim, model, model3 = list_files(self.path)
         model_files = [self._open(path) for _, path in sorted((model3 or model).items())]
         models = [file.load_dict() for file in model_files]
@@ -164,16 +149,18 @@ class ZeroCheckpoint(WeightSource):
         module = tensors_of(state.get("module"), file.path, "module", self.notes)
         groups = param_shapes(file, state)
         trainable = {name: shape for group in groups for name, shape in group.items()}
-        if self.stage == 3:
-            plain = {name: module[name] for name in module if name in buffer_names(state)}
-        else:
-            plain = {name: ref for name, ref in module.items() if name not in trainable}
-        kinds = {**dict.fromkeys(plain, "frozen"), **dict.fromkeys(buffer_names(state), "buffer")}
+        buffers = buffer_names(state)
+        plain = {
+            name: ref
+            for name, ref in module.items()
+            if (name in buffers if self.stage == 3 else name not in trainable)
+        }
+        kinds = {**dict.fromkeys(plain, "frozen"), **dict.fromkeys(buffers, "buffer")}
         add_universal(self, groups, self.options.with_moments)
         self._check_universal_steps(file, state, list(trainable))
         if self.stage in (1, 2):
             self._add_universal_copies(file, module, trainable)
-        shared = shared_params(file, state)
+        shared = tied_names(state.get("shared_params"), file.path)
         own = {name: ref for name, ref in plain.items() if name not in shared or not ref.numel}
         add_tensors(self, file, own, kinds)
         self._add_frozen3(model_files, models if self.stage == 3 else [{}])
@@ -192,9 +179,7 @@ class ZeroCheckpoint(WeightSource):
         for name in trainable:
             file.check_ref(module[name], name)
             if module[name].is_contiguous and module[name].numel:
-                self.low_precision_copies[name] = [
-                    FileRange(file, module[name], 0, module[name].numel)
-                ]
+                self.low_precision_copies[name] = whole_tensor(file, module[name])
 
     def _check_universal_steps(self, model: TorchFile, state: dict, names: list[str]) -> None:
         """Compare the optimizer's steps with each other and with the model file's.
@@ -254,8 +239,7 @@ class ZeroCheckpoint(WeightSource):
 
         DeepSpeed names them from ZeRO-1 on; under ZeRO-0 mmldlm does, in the client state.
         """
-        shared = state.get("shared_params") or state.get("aliases")
-        self.mark_tied(shared if isinstance(shared, dict) else {}, file.path)
+        self.mark_tied(state.get("shared_params") or state.get("aliases"), file.path)
 
     def _add_trainable(self, name: str, shape: tuple[int, ...], parts: Parts) -> None:
         self.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
@@ -287,7 +271,8 @@ class ZeroCheckpoint(WeightSource):
             if names is None or not isinstance(optimizer, dict):
                 # Which weights were trained is not recorded.
                 return
-            trained = self.resolve_tied(group_names(file, names), file.path)
+            groups = named_groups(self, file, names)
+            trained = [name for group in groups for name in group]
             for name in mirrors:
                 self.set_kind_and_dtype(name, "trainable" if name in trained else "frozen")
         self.update_aliases()
@@ -339,17 +324,19 @@ class ZeroCheckpoint(WeightSource):
         add_tensors(self, file, {name: module[name] for name in names}, kinds)
         self._mark_tied(file, state)
         _check_in_module(file, module, trainable, self.parts)
-        ranks = list(zip(optim, inners))
-        states = self._states(optim, inners, "base_optimizer_state", len(groups))
+        states = self._states(optim, inners, len(groups))
         all_flats = [
-            flat_groups(f, i, "single_partition_of_fp32_groups", len(groups)) for f, i in ranks
+            flat_groups(f, i, "single_partition_of_fp32_groups", len(groups))
+            for f, i in zip(optim, inners)
         ]
         for index, group in enumerate(groups):
             flats = [flats[index] for flats in all_flats]
             pads = inner_paddings(optim[0], inners[0], index, len(group))
             needed = sum(map(numel, group.values())) + sum(pads)
-            self._check_slices(optim, flats, needed, index)
             sizes = slice_sizes(needed, len(optim))
+            is_padded = sum(flat.numel for flat in flats) == sum(padded for padded, _ in sizes)
+            expected = [padded if is_padded else held for padded, held in sizes]
+            _check_sizes(optim, flats, expected, f"group {index}")
             moments = flat_moments(optim, states, index, sizes) if states else {}
             offset = 0
             for (name, shape), pad in zip(group.items(), pads):
@@ -363,33 +350,26 @@ class ZeroCheckpoint(WeightSource):
         self.update_aliases()
         self.tensors = {name: self.tensors[name] for name in module}
 
-    def _check_slices(
-        self, optim: list[TorchFile], flats: list[TensorRef], needed: int, group: int
-    ) -> None:
-        """Check that every rank holds its equal slice, with or without the tail padding."""
-        sizes = slice_sizes(needed, len(flats))
-        is_padded = sum(flat.numel for flat in flats) == sum(padded for padded, _ in sizes)
-        for rank, (file, flat) in enumerate(zip(optim, flats)):
-            expected = sizes[rank][0 if is_padded else 1]
-            if flat.numel != expected or flat.dtype != flats[0].dtype:
-                found = (
-                    f"{flat.numel} {flat.dtype} elements of group {group} on rank {rank}, whose"
-                    f" slice is {expected}"
-                )
-                raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
-
     def _states(
-        self, optim: list[TorchFile], inners: list[dict], key: str, count: int
+        self, optim: list[TorchFile], inners: list[dict], count: int
     ) -> list[list[TensorState]]:
         """Return the inner optimizers' states per rank; [] if not requested, or before the first
         step.
+
+        Raises:
+            UserError: some ranks have states and some have not.
         """
         if not self.options.with_moments:
             return []
         states = [
-            states_by_index(file, inner.get(key), count) for file, inner in zip(optim, inners)
+            states_by_index(file, torch_optimizer(inner), count)
+            for file, inner in zip(optim, inners)
         ]
-        return states if check_equal_steps(optim, states) else []
+        for file, rank in zip(optim, states):
+            if bool(rank) != bool(states[0]):
+                found = f"{'an' if rank else 'no'} optimizer state, unlike {optim[0].path.name}"
+                raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
+        return states if states[0] else []
 
     # -- ZeRO-3
     # ---------------------------------------------------------------------------------------------
@@ -411,23 +391,18 @@ class ZeroCheckpoint(WeightSource):
                     f"param_shapes that differ from those in {file.path.name}",
                     SAME_SAVE_HINT,
                 )
-        buffers = {name: ref for name, ref in module.items() if name in buffer_names(state)}
+        names = buffer_names(state)
+        buffers = {name: ref for name, ref in module.items() if name in names}
         add_tensors(self, file, buffers, dict.fromkeys(buffers, "buffer"))
         world = len(optim)
-        states = self._states(optim, inners, "optimizer_state_dict", len(groups))
+        states = self._states(optim, inners, len(groups))
         all_flats = [
             flat_groups(f, i, "fp32_flat_groups", len(groups)) for f, i in zip(optim, inners)
         ]
         for index, group in enumerate(groups):
             flats = [flats[index] for flats in all_flats]
             needed = sum(-(-numel(shape) // world) for shape in group.values())
-            for rank_file, flat in zip(optim, flats):
-                if flat.numel != needed or flat.dtype != flats[0].dtype:
-                    found = (
-                        f"{flat.numel} {flat.dtype} elements of sub-group {index}, its parameters"
-                        f" need {needed}"
-                    )
-                    raise corrupt_file_error(rank_file.path, found, SAME_SAVE_HINT)
+            _check_sizes(optim, flats, [needed] * world, f"sub-group {index}")
             moments = flat_moments(optim, states, index, [[needed]] * world) if states else {}
             offset = 0
             for name, shape in group.items():
@@ -465,7 +440,7 @@ class ZeroCheckpoint(WeightSource):
             self.parts[name] = GatheredParts(files, flats, 0, numel(shape))
 
     def _add_shared3(self, file: TorchFile, state: dict) -> None:
-        for alias, owner in shared_params(file, state).items():
+        for alias, owner in tied_names(state.get("shared_params"), file.path).items():
             if owner not in self.tensors:
                 found = f"{alias} tied to {owner}, which has no weights in the checkpoint"
                 raise corrupt_file_error(file.path, found)
@@ -491,3 +466,18 @@ def _check_in_module(
             raise corrupt_file_error(
                 file.path, f"{name} {shape} in param_shapes, {found} in module"
             )
+
+
+def _check_sizes(
+    files: list[TorchFile], flats: list[TensorRef], sizes: list[int], what: str
+) -> None:
+    """Raise UserError unless every rank's flat tensor has the size of its partition, all in one
+    dtype.
+    """
+    for rank, (file, flat, size) in enumerate(zip(files, flats, sizes)):
+        if flat.numel != size or flat.dtype != flats[0].dtype:
+            found = (
+                f"{flat.numel} {flat.dtype} elements of {what} on rank {rank}, whose partition has"
+                f" {size}"
+            )
+            raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)

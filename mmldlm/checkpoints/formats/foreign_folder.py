@@ -60,7 +60,9 @@ def list_models(folder: Path) -> dict[str, list[Path]]:
     for path in entries:
         name = path.name
         if path.is_dir():
-            if _NUMBERED_FOLDER.fullmatch(name) and _holds_checkpoint(path):
+            if _NUMBERED_FOLDER.fullmatch(name) and (
+                (path / DCP_METADATA).is_file() or any(path.glob("*_states.pt"))
+            ):
                 models.setdefault(_model_of(name), []).append(path)
             continue
         match = _WEIGHTS.fullmatch(name)
@@ -185,10 +187,6 @@ def _weights_below(folder: Path):
         for path in files
         if (match := _WEIGHTS.fullmatch(path.name)) and not _STATE.fullmatch(match["stem"])
     )
-
-
-def _holds_checkpoint(folder: Path) -> bool:
-    return (folder / DCP_METADATA).is_file() or any(folder.glob("*_states.pt"))
 
 
 def _may_be_model(path: Path) -> bool:

@@ -9,25 +9,25 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from mmldlm.checkpoints.files.tensor_writer import TensorSpec
 from mmldlm.checkpoints.files.torch_file import TorchFile
-from mmldlm.checkpoints.files.torch_writer import (
-    TensorSpec,
-    TorchFileLayout,
-    TorchFileWriter,
-    scalar,
-)
+from mmldlm.checkpoints.files.torch_writer import scalar
 from mmldlm.checkpoints.files.unpickler import TensorRef, module_names_of
-from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest, WriteSegment
-from mmldlm.checkpoints.formats.deepspeed_files import add_deepspeed_state, write_deepspeed_state
+from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest
+from mmldlm.checkpoints.formats.deepspeed_files import (
+    add_deepspeed_state,
+    buffer_names,
+    write_deepspeed_state,
+)
 from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
 from mmldlm.checkpoints.formats.optimizer import (
     Group,
     OptimizerMetadata,
     applied_steps,
     configured_dtype,
-    group_names,
     group_settings,
     moments_by_name,
+    named_groups,
     states_by_index,
     to_plain_value,
     torch_metadata,
@@ -77,19 +77,33 @@ class ModelPtFormat:
     def open(self, path: Path, options: ReadOptions):
         # A file that is opened by itself holds weights alone.
         if path.is_file():
-            if path.name.endswith(INDEX_SUFFIX):
-                return ModelFile.open_shards(path, options)
             return ModelFile.open(path, options)
         if self.can_resume(path):
-            return ModelFile.open(path / MODEL_FILE, options, path / OPTIMIZER_FILE)
+            return ModelFile.open(path / MODEL_FILE, options, optimizer=path / OPTIMIZER_FILE)
         return ModelFile.open(path / MODEL_FILE, replace(options, with_moments=False))
 
     def can_resume(self, path: Path) -> bool:
         # Opening it reports what is not a regular file.
         return os.path.lexists(path / OPTIMIZER_FILE)
 
-    def read_optimizer_metadata(self, opened: OpenedCheckpoint):
-        return read_optimizer_metadata(opened)
+    def read_optimizer_metadata(self, opened: OpenedCheckpoint) -> OptimizerMetadata:
+        source = opened.weights
+        file = source.files[1]
+        state = file.load_dict()
+        names_of = named_groups(source, file, state.get("param_names"))
+        tables = state.get("param_groups")
+        if not isinstance(tables, list) or len(tables) != len(names_of):
+            tables = [{} for _ in names_of]
+        groups = [
+            Group(names, settings)
+            for names, settings in zip(names_of, group_settings(file, tables))
+        ]
+        first = next(iter((state.get("state") or {}).values()), {})
+        steps = applied_steps(opened)
+        if "step" in first:
+            steps = float(to_plain_value(file, first["step"]))
+        metadata = torch_metadata(opened, groups, steps, configured_dtype(opened))
+        return add_deepspeed_state(metadata, file.path.parent)
 
     def plan_write(self, request: WriteRequest):
         source, folder = request.source, request.folder
@@ -97,10 +111,9 @@ class ModelPtFormat:
             optimizer = request.optimizer
             plan = plan_model_and_optimizer(source, optimizer, folder)
             return plan, lambda folder: write_deepspeed_state(optimizer, folder)
-        return (
-            plan_model_file(request.tensors, request.names, folder / MODEL_FILE),
-            lambda folder: None,
-        )
+        tensors = {name: planned.spec for name, planned in request.export.tensors.items()}
+        plan = plan_model_file(tensors, request.export.source_names(), folder / MODEL_FILE)
+        return plan, lambda folder: None
 
 
 # -- Reading
@@ -133,70 +146,53 @@ def _of_trainer(tensors: dict[str, TensorRef], notes: list[str]) -> dict[str, Te
 
 
 class ModelFile(WeightSource):
-    """An opened `model.pt`; see WeightSource."""
+    """An opened `model.pt`, or the files of an index of shards; see WeightSource.
+
+    Args:
+        path: File of weights, or index.
+        options: With moments: those in `optimizer`, or else of an optimizer beside the model that
+            names its parameters.
+        optimizer: The optimizer.pt saved with it, which records the trained weights: {"state",
+            "param_groups"} of torch's AdamW, "param_names" [[names of group 0], ...], and
+            optionally "buffer_names" and "aliases" {second name: name} of tied weights.
+    """
 
     engine = "model.pt"
 
-    @classmethod
-    def open(
-        cls,
-        path: Path | str,
-        options: ReadOptions = READ_DEFAULTS,
-        optimizer: Path | None = None,
-    ) -> ModelFile:
-        """Open a file of weights.
+    def __init__(
+        self, path: Path, options: ReadOptions = READ_DEFAULTS, optimizer: Path | None = None
+    ):
+        super().__init__(path, options)
+        self._optimizer = optimizer
 
-        Args:
-            options: With moments: those in `optimizer`, or else of an optimizer beside the model
-                that names its parameters.
-            optimizer: The optimizer.pt saved with it, which records the trained weights: {"state",
-                "param_groups"} of torch's AdamW, "param_names" [[names of group 0], ...], and
-                optionally "buffer_names" and "aliases" {second name: name} of tied weights.
+    def _read(self) -> None:
+        if self.path.name.endswith(INDEX_SUFFIX):
+            self._read_shards()
+            return
+        file = self._open(self.path)
+        value = file.load()
+        check_keys(self.path, value)
+        model = select_model(tree_of(file, value), self.path, self.options.key)
+        self.notes += model.notes
+        self.other_models = model.other_models
+        self.module_names = module_names_of(node_at(value, model.path))
+        refs = {name: tensor.ref for name, tensor in model.tensors.items()}
+        add_tensors(self, file, _of_trainer(refs, self.notes), {})
+        if self._optimizer is not None:
+            self._read_optimizer(self._open(self._optimizer))
+        elif self.options.with_moments:
+            self._read_named_optimizer(model.optimizers, model.path)
 
-        Raises:
-            UserError: a file is damaged, unsafe, without tensors, or the two do not match.
-        """
-        source = cls(Path(path), options)
-        try:
-            file = source._open(source.path)
-            value = file.load()
-            check_keys(source.path, value)
-            model = select_model(tree_of(file, value), source.path, options.key)
-            source.notes += model.notes
-            source.other_models = model.other_models
-            source.module_names = module_names_of(node_at(value, model.path))
-            refs = {name: tensor.ref for name, tensor in model.tensors.items()}
-            add_tensors(source, file, _of_trainer(refs, source.notes), {})
-            if optimizer is None and options.with_moments:
-                source._read_named_optimizer(model.optimizers, model.path)
-            elif optimizer is not None:
-                source._read_optimizer(source._open(optimizer))
-        except BaseException:
-            source.close()
-            raise
-        return source
-
-    @classmethod
-    def open_shards(cls, index: Path, options: ReadOptions = READ_DEFAULTS) -> ModelFile:
-        """Open the files of an index of shards, each a torch.save'd dict name -> tensor.
-
-        Raises:
-            UserError: damaged or missing files, or an index that disagrees with the shards.
-        """
-        source = cls(index, options)
-        try:
-            shard_of = read_shard_index(index)
-            states = {}
-            for name in sorted(set(shard_of.values())):
-                file = source._open(index.parent / name)
-                states[name] = tensors_of(file.load_dict(), file.path, "the file", source.notes)
-                add_tensors(source, file, states[name], {})
-            check_listed(index, shard_of, {name: set(state) for name, state in states.items()})
-            source.tensors = {name: source.tensors[name] for name in shard_of}
-        except BaseException:
-            source.close()
-            raise
-        return source
+    def _read_shards(self) -> None:
+        """Read an index and its shards, each a torch.save'd dict name -> tensor."""
+        shard_of = read_shard_index(self.path)
+        states = {}
+        for name in sorted(set(shard_of.values())):
+            file = self._open(self.path.parent / name)
+            states[name] = tensors_of(file.load_dict(), file.path, "the file", self.notes)
+            add_tensors(self, file, states[name], {})
+        check_listed(self.path, shard_of, {name: set(state) for name, state in states.items()})
+        self.tensors = {name: self.tensors[name] for name in shard_of}
 
     def _open(self, path: Path) -> TorchFile:
         file = TorchFile(path, self.options.random_access)
@@ -215,41 +211,14 @@ class ModelFile(WeightSource):
         if "param_names" not in state and not self.options.with_moments:
             # Old versions of mmldlm did not save the names: only the weights can be used.
             return
-        aliases = state.get("aliases")
-        self.mark_tied(aliases if isinstance(aliases, dict) else {}, file.path)
-        names = self.resolve_tied(group_names(file, state.get("param_names")), file.path)
-        buffers = state.get("buffer_names") or []
-        self.classify(set(names), set(buffers))
+        self.mark_tied(state.get("aliases"), file.path)
+        groups = named_groups(self, file, state.get("param_names"))
+        names = [name for group in groups for name in group]
+        self.classify(set(names), buffer_names(state))
         if self.options.with_moments:
             states = states_by_index(file, state, len(names))
             shapes = {name: info.shape for name, info in self.tensors.items()}
             self.moments = moments_by_name(file, states, names, shapes) if states else {}
-
-
-# -- The optimizer
-# -------------------------------------------------------------------------------------------------
-
-
-def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
-    """See CheckpointFormat.read_optimizer_metadata."""
-    source = opened.weights
-    file = source.files[1]
-    state = file.load_dict()
-    names = state.get("param_names")
-    owners = iter(source.resolve_tied(group_names(file, names), file.path))
-    names_of = [[next(owners) for _ in group] for group in names or []]
-    tables = state.get("param_groups")
-    if not isinstance(tables, list) or len(tables) != len(names_of):
-        tables = [{} for _ in names_of]
-    groups = [
-        Group(names, settings) for names, settings in zip(names_of, group_settings(file, tables))
-    ]
-    first = next(iter((state.get("state") or {}).values()), {})
-    steps = applied_steps(opened)
-    if "step" in first:
-        steps = float(to_plain_value(file, first["step"]))
-    metadata = torch_metadata(opened, groups, steps, configured_dtype(opened))
-    return add_deepspeed_state(metadata, file.path.parent)
 
 
 # -- Writing
@@ -266,11 +235,10 @@ def plan_model_file(
         names: Every name in the file -> source name; tied weights share one.
         path: File to write.
     """
-    layout = TorchFileLayout({name: tensors[owner] for name, owner in names.items()}, path.stem)
-    file = TorchFileWriter(path, [layout])
-    plan = WritePlan([file])
+    plan = WritePlan()
+    file = plan.new_file(path, {name: tensors[owner] for name, owner in names.items()})
     for name, tensor in tensors.items():
-        plan.add(name, WEIGHT, [WriteSegment(file, tensor, 0, 0, tensor.numel)])
+        plan.add_whole(name, WEIGHT, file, tensor)
     return plan
 
 
@@ -304,11 +272,8 @@ def plan_model_and_optimizer(
         "buffer_names": [name for name, info in source.tensors.items() if info.kind == "buffer"],
         "aliases": {name: info.alias_of for name, info in source.tensors.items() if info.alias_of},
     }
-    file = TorchFileWriter(folder / OPTIMIZER_FILE, [TorchFileLayout(value, "optimizer")])
-    plan.files.append(file)
+    file = plan.new_file(folder / OPTIMIZER_FILE, value)
     for index, state in states.items():
         for what in source.moments_of(names[index]):
-            plan.add(
-                names[index], what, [WriteSegment(file, state[what], 0, 0, state[what].numel)]
-            )
+            plan.add_whole(names[index], what, file, state[what])
     return plan

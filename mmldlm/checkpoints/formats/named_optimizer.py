@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.files.dtypes import DTYPES, numel
-from mmldlm.checkpoints.files.torch_file import corrupt_file_error
+from mmldlm.checkpoints.files.torch_file import NUMBERS, corrupt_file_error
 from mmldlm.checkpoints.formats.optimizer import (
     PLAIN_TYPES,
     Group,
@@ -117,7 +117,8 @@ def read_named_optimizer(
     """
     optimizer = NamedOptimizer()
     for keys, node in optimizers.items():
-        groups, state = _flat(node) if _is_flat(node) else _nested(node)
+        is_nested = "param_groups" in node or "state" in node
+        groups, state = _nested(node) if is_nested else _flat(node)
         what = f"the optimizer under {write_path(keys)!r}"
         names = [name for members, _ in groups for name in members]
         if (
@@ -157,18 +158,10 @@ def plain_value(leaf: Any) -> Any:
         return {key: plain_value(value) for key, value in leaf.items()}
     if isinstance(leaf, list | tuple):
         return type(leaf)(plain_value(value) for value in leaf)
-    if (
-        not is_tensor(leaf)
-        or numel(leaf.shape) != 1
-        or leaf.dtype not in ("float32", "float64", "int64", "int32")
-    ):
+    if not is_tensor(leaf) or numel(leaf.shape) != 1 or leaf.dtype not in NUMBERS:
         what = f"a tensor {leaf.shape} of {leaf.dtype}" if is_tensor(leaf) else str(leaf)[:80]
         raise Unreadable(f"{what} among its settings, instead of a number")
     return read_parts(leaf.parts(), 0, 1)[0].item()
-
-
-def _is_flat(node: dict) -> bool:
-    return "param_groups" not in node and "state" not in node
 
 
 def _nested(node: dict) -> tuple[list[tuple[list[str], dict[str, Any]]], dict[str, dict]]:

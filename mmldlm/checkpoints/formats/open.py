@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
+from mmldlm.checkpoints.files.file_io import closed_on_error, read_json_object
 from mmldlm.checkpoints.files.torch_file import TorchFile
 from mmldlm.checkpoints.formats import part_files, registry
 from mmldlm.checkpoints.formats.ema import add_ema
@@ -39,7 +39,6 @@ from mmldlm.checkpoints.manifest import (
 )
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import join_some
-from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.run_files import CHECKPOINTS, LATEST
 
 P, T = ParamSpec("P"), TypeVar("T")
@@ -98,14 +97,19 @@ def open_source(
         if weights is None:
             expected = f"DeepSpeed files, {DCP_METADATA} or {MODEL_FILE} in {folder}"
             raise UserError(expected, list_some(folder), "was it saved by a newer mmldlm?")
-        return OpenedCheckpoint(_add_ema(weights, folder, with_ema), checkpoint)
+        with closed_on_error(weights):
+            if with_ema:
+                add_ema(weights, folder)
+        return OpenedCheckpoint(weights, checkpoint)
     weights, notes = _open_foreign(path, options)
-    weights.notes.extend(notes)
-    folder = path if path.is_dir() else path.parent
-    _note_foreign_objects(weights)
-    mark_buffers(weights, folder)
-    _add_ema(weights, folder, with_ema)
-    _remove_wrappers(weights, keep_names)
+    with closed_on_error(weights):
+        weights.notes.extend(notes)
+        folder = path if path.is_dir() else path.parent
+        _note_foreign_objects(weights)
+        mark_buffers(weights, folder)
+        if with_ema:
+            add_ema(weights, folder)
+        _remove_wrappers(weights, keep_names)
     return OpenedCheckpoint(weights, None)
 
 
@@ -130,13 +134,10 @@ def _open_foreign(path: Path, options: ReadOptions) -> tuple[WeightSource, list[
     weights = registry.open_path(chosen, options)
     if weights is None:
         raise nothing_error(path)
-    try:
+    with closed_on_error(weights):
         part_files.check_tensors(weights.path, weights.tensors)
         if chosen.is_file():
             part_files.check_siblings(chosen)
-    except BaseException:
-        weights.close()
-        raise
     folder = path if path.is_dir() else path.parent
     if modules := list_modules(folder):
         notes.append(
@@ -182,41 +183,32 @@ def _note_foreign_objects(weights: WeightSource) -> None:
         )
 
 
-@contextlib.contextmanager
-def report_deletion(path: Path | str) -> Iterator[None]:
-    """Report that a run has deleted the checkpoint if this causes an error while it is read.
-
-    Raises:
-        UserError: the checkpoint at `path` was there when the block began, and is gone.
-    """
-    path = Path(path)
-    folder = path.resolve()
-    with contextlib.suppress(MmldlmError, OSError):
-        # Resolved now, because `latest` moves on while the checkpoint is read.
-        folder = locate_checkpoint(path) if _is_run_checkpoint(path) else folder
-    was_there = (folder / MANIFEST).exists()
-    try:
-        yield
-    except (MmldlmError, OSError, ValueError) as error:
-        if not was_there or (folder / MANIFEST).exists():
-            raise
-        raise UserError(
-            f"a checkpoint that stays while it is read: {folder}",
-            "its run deleted it meanwhile",
-            f"take {folder.parent.parent / LATEST}, which names the newest one, or keep more of"
-            " them",
-        ) from error
-
-
 def reports_deletion(
-    convert: Callable[Concatenate[Path | str, P], T],
+    read: Callable[Concatenate[Path | str, P], T],
 ) -> Callable[Concatenate[Path | str, P], T]:
-    """Wrap a function whose first argument is a source with report_deletion."""
+    """Wrap a function whose first argument is a source: if it fails because a run has deleted the
+    checkpoint meanwhile, the error says so.
+    """
 
-    @functools.wraps(convert)
+    @functools.wraps(read)
     def wrapped(source: Path | str, *args: P.args, **options: P.kwargs) -> T:
-        with report_deletion(source):
-            return convert(source, *args, **options)
+        path = Path(source)
+        folder = path.resolve()
+        with contextlib.suppress(MmldlmError, OSError):
+            # Resolved now, because `latest` moves on while the checkpoint is read.
+            folder = locate_checkpoint(path) if _is_run_checkpoint(path) else folder
+        was_there = (folder / MANIFEST).exists()
+        try:
+            return read(source, *args, **options)
+        except (MmldlmError, OSError, ValueError) as error:
+            if not was_there or (folder / MANIFEST).exists():
+                raise
+            raise UserError(
+                f"a checkpoint that stays while it is read: {folder}",
+                "its run deleted it meanwhile",
+                f"take {folder.parent.parent / LATEST}, which names the newest one, or keep more"
+                " of them",
+            ) from error
 
     return wrapped
 
@@ -272,35 +264,18 @@ def _is_manifest(path: Path) -> bool:
     # The reader of manifests reports a folder or a FIFO.
     if not path.is_file():
         return os.path.lexists(path)
-    try:
-        value = json.loads(read_bytes(path))
-    except (OSError, ValueError, RecursionError):
-        return (path.parent / ENGINE_FOLDER).is_dir() or registry.detect(path.parent) is None
-    return isinstance(value, dict) and (
-        value.get("format") == FORMAT or (path.parent / ENGINE_FOLDER).is_dir()
-    )
+    if (path.parent / ENGINE_FOLDER).is_dir():
+        return True
+    content = read_json_object(path)
+    return content.get("format") == FORMAT if content else registry.detect(path.parent) is None
 
 
 def _refuse_store(path: Path) -> None:
     """Raise UserError for a folder of prepared data, which has a manifest of another kind."""
-    try:
-        kind = json.loads(read_bytes(path / MANIFEST))["format"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return
-    if kind in ("mmldlm-store", "mmldlm-files"):
+    if read_json_object(path / MANIFEST).get("format") in ("mmldlm-store", "mmldlm-files"):
         raise UserError(
             f"a run or a checkpoint at {path}", "a store of prepared data", "give e.g. RUN/latest"
         )
-
-
-def _add_ema(weights: WeightSource, folder: Path, with_ema: bool) -> WeightSource:
-    try:
-        if with_ema:
-            add_ema(weights, folder)
-    except BaseException:
-        weights.close()
-        raise
-    return weights
 
 
 def mark_buffers(weights: WeightSource, folder: Path) -> None:
@@ -308,14 +283,10 @@ def mark_buffers(weights: WeightSource, folder: Path) -> None:
 
     Otherwise --dtype would round them, and they would count as parameters.
     """
-    try:
-        config = json.loads(read_bytes(folder / CONFIG_FILE))
-    except (OSError, ValueError, RecursionError):
-        return
-    if isinstance(config, dict):
-        listed = config.get(
-            "buffers", _BUFFERS if config.get("architecture") == "MultimodalMMDiT" else ()
-        )
-        for name in listed if isinstance(listed, list | tuple) else ():
-            if name in weights.tensors and weights.tensors[name].kind == "parameter":
-                weights.set_kind_and_dtype(name, "buffer")
+    config = read_json_object(folder / CONFIG_FILE)
+    is_mmdit = config.get("architecture") == "MultimodalMMDiT"
+    listed = config.get("buffers", _BUFFERS if is_mmdit else ())
+    if isinstance(listed, list | tuple):
+        names = {name for name in listed if isinstance(name, str)}
+        for name in names.intersection(weights.unclassified):
+            weights.set_kind_and_dtype(name, "buffer")

@@ -10,30 +10,30 @@ index is that of the group.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmldlm.checkpoints.files.dtypes import DTYPES
+from mmldlm.checkpoints.files.dtypes import DTYPES, WIDE_FLOATS
+from mmldlm.checkpoints.files.file_io import read_json_object
+from mmldlm.checkpoints.files.tensor_writer import TensorSpec
 from mmldlm.checkpoints.files.torch_file import (
     SAME_SAVE_HINT,
     TorchFile,
     corrupt_file_error,
 )
-from mmldlm.checkpoints.files.torch_writer import GlobalRef, ObjectSpec, TensorSpec
+from mmldlm.checkpoints.files.torch_writer import GlobalRef, ObjectSpec
 from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef, dtype_name
 from mmldlm.checkpoints.formats.weight_source import (
-    FileRange,
     OpenedCheckpoint,
     Parts,
     WeightSource,
+    whole_tensor,
 )
 from mmldlm.checkpoints.manifest import RUN_CONFIG, STATE_FILE
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
-from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.moments import MOMENTS, moment_keys
 
 # Entries that DeepSpeed saves next to its loss scaler.
@@ -132,13 +132,8 @@ def to_plain_value(file: TorchFile, value: Any) -> Any:
         return type(value)(to_plain_value(file, item) for item in value)
     if isinstance(value, dict):
         return {key: to_plain_value(file, item) for key, item in value.items()}
-    if (
-        isinstance(value, TensorRef)
-        and value.numel == 1
-        and value.dtype in ("float32", "float64", "int64", "int32")
-    ):
-        file.check_ref(value, "a setting of the optimizer")
-        return file.read_elements(value, 0, 1)[0].item()
+    if isinstance(value, TensorRef) and (number := file.read_number(value)) is not None:
+        return number
     raise corrupt_file_error(
         file.path, f"{str(value)[:80]} instead of a number among the settings of the optimizer"
     )
@@ -286,7 +281,7 @@ def torch_metadata(
 
 def applied_steps(opened: OpenedCheckpoint) -> float | None:
     """Return the optimizer's step count from training_state.json; None if it is not recorded."""
-    state = _read_json(opened.checkpoint / STATE_FILE) if opened.checkpoint else {}
+    state = read_json_object(opened.checkpoint / STATE_FILE) if opened.checkpoint else {}
     steps = state.get("applied_steps")
     return float(steps) if isinstance(steps, int) else None
 
@@ -306,14 +301,6 @@ def configured_dtype(opened: OpenedCheckpoint) -> str:
         if isinstance(training, dict)
         else "float32"
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(read_bytes(path))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 # -- Moments
@@ -414,7 +401,7 @@ def moment(file: TorchFile, state: TensorState, key: str, what: str) -> TensorRe
             "take the weights alone: --to safetensors or model.pt, or training.init_from",
         )
     file.check_ref(ref, f"{key} of {what}")
-    if not ref.is_contiguous or not DTYPES[ref.dtype].is_float or DTYPES[ref.dtype].itemsize == 1:
+    if not ref.is_contiguous or ref.dtype not in WIDE_FLOATS:
         raise corrupt_file_error(file.path, f"{key} of {what} in {ref.dtype} of shape {ref.shape}")
     return ref
 
@@ -439,7 +426,7 @@ def moments_by_name(
                     file.path,
                     f"{key} of {name} of shape {ref.shape}, the weight has {shapes[name]}",
                 )
-            moments[key][name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
+            moments[key][name] = whole_tensor(file, ref)
     return moments
 
 
@@ -476,26 +463,11 @@ def flat_moments(
     return flats
 
 
-def check_equal_steps(files: list[TorchFile], states: list[list[TensorState]]) -> bool:
-    """Return whether the ranks' optimizers have state.
+def named_groups(source: WeightSource, file: TorchFile, names: Any) -> list[list[str]]:
+    """Return [[names of group 0], ...] as a file lists them, each the name that stores the weight.
 
     Raises:
-        UserError: some have and some have not.
-    """
-    for file, rank in zip(files, states):
-        if bool(rank) != bool(states[0]):
-            has = "an" if rank else "no"
-            raise corrupt_file_error(
-                file.path, f"{has} optimizer state, unlike {files[0].path.name}", SAME_SAVE_HINT
-            )
-    return bool(states[0])
-
-
-def group_names(file: TorchFile, names: Any) -> list[str]:
-    """Return the flat list of [[names of group 0], ...].
-
-    Raises:
-        UserError: anything else.
+        UserError: anything else, or a name that is not in the checkpoint.
     """
     is_list = isinstance(names, list) and all(isinstance(group, list) for group in names)
     flat = [name for group in names for name in group] if is_list else []
@@ -507,4 +479,5 @@ def group_names(file: TorchFile, names: Any) -> list[str]:
         raise corrupt_file_error(
             file.path, "names of the optimizer's parameters that are not a list of lists of names"
         )
-    return flat
+    owners = iter(source.resolve_tied(flat, file.path))
+    return [[next(owners) for _ in group] for group in names]

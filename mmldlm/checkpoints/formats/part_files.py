@@ -14,6 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from mmldlm.checkpoints.files.file_io import read_json_object
 from mmldlm.checkpoints.files.torch_file import corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import OpaqueObject
 from mmldlm.checkpoints.manifest import SAFETENSORS_INDEX
@@ -72,10 +73,6 @@ _KEYS: tuple[tuple[frozenset[str], str, str], ...] = (
         "one rank's file of a DeepSpeed checkpoint",
         _FOLDER,
     ),
-)
-# Metadata in the header of a safetensors file, what the file is, and the fix.
-_HEADERS: tuple[tuple[str, str, str], ...] = (
-    ("DCP_SHARDING_INFO", "one rank's file of torch's HuggingFaceStorageWriter", _HF_STORAGE),
 )
 # Pattern of the last part of a tensor's name, what the tensors are, and the fix.
 _TENSORS: tuple[tuple[str, str, str], ...] = (
@@ -174,9 +171,8 @@ def check_header(path: Path, metadata: Collection[str]) -> None:
     """Raise UserError if the metadata of a safetensors file says that it is a part of a
     checkpoint.
     """
-    for key, found, fix in _HEADERS:
-        if key in metadata:
-            raise _part_error(path, found, fix)
+    if "DCP_SHARDING_INFO" in metadata:
+        raise _part_error(path, "one rank's file of torch's HuggingFaceStorageWriter", _HF_STORAGE)
 
 
 def check_tensors(path: Path, names: Collection[str]) -> None:
@@ -187,10 +183,8 @@ def check_tensors(path: Path, names: Collection[str]) -> None:
 
 
 def _shards_of(index: Path) -> set[str]:
-    try:
-        return set(json.loads(read_bytes(index))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return set()
+    weight_map = read_json_object(index).get("weight_map")
+    return set(map(str, weight_map.values())) if isinstance(weight_map, dict) else set()
 
 
 def _siblings(path: Path, inside: str | None = None) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
+from mmldlm.checkpoints.files.file_io import closed_on_error
 from mmldlm.checkpoints.formats.base import CheckpointFormat
 from mmldlm.checkpoints.formats.dcp import DcpFormat
 from mmldlm.checkpoints.formats.deepspeed import DeepSpeedFormat
@@ -58,12 +59,12 @@ def open_path(path: Path, options: ReadOptions) -> WeightSource | None:
             "leave --key out",
         )
     source = detected.format.open(detected.path, options)
-    for name in source.tensors:
-        if not is_utf8(name):
-            source.close()
-            fix = "rename it in the model and save again"
+    with closed_on_error(source):
+        if invalid := [name for name in source.tensors if not is_utf8(name)]:
             raise UserError(
-                f"names of tensors in {path} that are valid text", f"{name[:80]!r}", fix
+                f"names of tensors in {path} that are valid text",
+                f"{invalid[0][:80]!r}",
+                "rename it in the model and save again",
             )
     return source
 

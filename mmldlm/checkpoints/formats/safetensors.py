@@ -12,17 +12,18 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.files.dtypes import DTYPES, nbytes, numel
-from mmldlm.checkpoints.files.file_io import OutputFile
+from mmldlm.checkpoints.files.dtypes import DTYPES, nbytes, numel, row_major
+from mmldlm.checkpoints.files.file_io import RangedCrc32, closed_on_error
 from mmldlm.checkpoints.files.file_kinds import HEAD_BYTES, SAFETENSORS, kind_by_bytes
-from mmldlm.checkpoints.files.torch_file import corrupt_file_error, open_for_reading
+from mmldlm.checkpoints.files.tensor_writer import TensorFileWriter, TensorSpec
+from mmldlm.checkpoints.files.torch_file import corrupt_file_error, open_for_reading, read_exactly
 from mmldlm.checkpoints.files.unpickler import TensorRef
-from mmldlm.checkpoints.formats.base import WriteRequest
+from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest
+from mmldlm.checkpoints.formats.export_plan import PlannedTensor
 from mmldlm.checkpoints.formats.part_files import (
     INDEX_SUFFIX,
     check_header,
@@ -30,12 +31,11 @@ from mmldlm.checkpoints.formats.part_files import (
     read_shard_index,
 )
 from mmldlm.checkpoints.formats.weight_source import (
-    READ_DEFAULTS,
-    FileRange,
     OpenedCheckpoint,
     ReadOptions,
     TensorInfo,
     WeightSource,
+    whole_tensor,
 )
 from mmldlm.checkpoints.manifest import SAFETENSORS_FILE, SAFETENSORS_INDEX
 from mmldlm.errors import UserError
@@ -49,7 +49,7 @@ class SafetensorsFormat:
     """
 
     name = "safetensors"
-    targets: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ("safetensors",)
     has_keys = False
 
     def detect(self, path: Path) -> Path | None:
@@ -67,7 +67,7 @@ class SafetensorsFormat:
         raise AssertionError("safetensors hold weights alone")
 
     def plan_write(self, request: WriteRequest):
-        raise AssertionError("safetensors are written by checkpoints/convert")
+        return plan_safetensors(request)
 
 
 def find_safetensors(path: Path) -> Path | None:
@@ -100,11 +100,8 @@ class SafetensorsFile:
     def __init__(self, path: Path):
         self.path = path
         self._fd = open_for_reading(path)
-        try:
+        with closed_on_error(self):
             self._read_header()
-        except BaseException:
-            self.close()
-            raise
 
     def _read_header(self) -> None:
         size = os.fstat(self._fd).st_size
@@ -183,14 +180,7 @@ class SafetensorsFile:
 
     def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> None:
         """Fill `view` with the bytes of the elements from `start`."""
-        position = self.position_of(ref, start)
-        while view:
-            got = os.preadv(self._fd, [view], position)
-            if got == 0:
-                raise corrupt_file_error(
-                    self.path, f"the file ends at byte {position} while it is being read"
-                )
-            view, position = view[got:], position + got
+        read_exactly(self.path, self._fd, view, self.position_of(ref, start))
 
     def read_strided(self, ref: TensorRef, what: str):
         raise AssertionError("tensors are contiguous")
@@ -207,28 +197,17 @@ class SafetensorsModel(WeightSource):
 
     engine = "safetensors"
 
-    @classmethod
-    def open(cls, path: Path | str, options: ReadOptions = READ_DEFAULTS) -> SafetensorsModel:
-        """Open a file, an index, or a folder with one of them.
-
-        Raises:
-            UserError: damaged or missing files, or an index that disagrees with the shards.
-        """
-        source = cls(Path(path), options)
-        try:
-            file_path = find_safetensors(source.path)
-            assert file_path is not None, f"no safetensors at {path}"
-            if file_path.name.endswith(INDEX_SUFFIX):
-                source._read_shards(file_path)
-            else:
-                file = source._open(file_path)
-                for name in file.tensors:
-                    source._add(file, name)
-            source._read_metadata()
-        except BaseException:
-            source.close()
-            raise
-        return source
+    def _read(self) -> None:
+        """Read the headers of a file, an index, or a folder with one of them."""
+        path = find_safetensors(self.path)
+        assert path is not None, f"no safetensors at {self.path}"
+        if path.name.endswith(INDEX_SUFFIX):
+            self._read_shards(path)
+        else:
+            file = self._open(path)
+            for name in file.tensors:
+                self._add(file, name)
+        self._read_metadata()
 
     def _open(self, path: Path) -> SafetensorsFile:
         file = SafetensorsFile(path)
@@ -238,10 +217,9 @@ class SafetensorsModel(WeightSource):
 
     def _add(self, file: SafetensorsFile, name: str) -> None:
         dtype, shape, _ = file.tensors[name]
-        stride = tuple(numel(shape[axis + 1 :]) for axis in range(len(shape)))
-        ref = TensorRef(dtype, shape, stride, name, 0, numel(shape))
+        ref = TensorRef(dtype, shape, row_major(shape), name, 0, numel(shape))
         self.tensors[name] = TensorInfo(name, dtype, shape, "parameter")
-        self.parts[name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
+        self.parts[name] = whole_tensor(file, ref)
 
     def _read_shards(self, index: Path) -> None:
         shard_of = read_shard_index(index)
@@ -297,37 +275,78 @@ MAX_HEADER_BYTES = 100_000_000
 METADATA_KEY = "__metadata__"
 
 
-class SafetensorsWriter:
-    """Write a new file, in any order.
+def plan_safetensors(request: WriteRequest) -> tuple[WritePlan, Callable[[Path], None]]:
+    """Return the plan of model.safetensors or its shards, and a function that writes the index of
+    shards.
+    """
+    plan, weight_map = WritePlan(), {}
+    shards = split_into_shards(request.export.tensors, request.shard_bytes)
+    for number, shard in enumerate(shards, 1):
+        file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {planned.name: planned.spec for planned in shard.values()}
+        path = request.folder / (SAFETENSORS_FILE if len(shards) == 1 else file_name)
+        file = SafetensorsWriter(path, tensors, request.metadata, request.verify)
+        plan.files.append(file)
+        for name, planned in shard.items():
+            plan.add_whole(name, WEIGHT, file, planned.spec)
+            weight_map[planned.name] = path.name
+    total = sum(file.tensor_bytes for file in plan.files)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+
+    def write_index(folder: Path) -> None:
+        if len(shards) > 1:
+            (folder / SAFETENSORS_INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    return plan, write_index
+
+
+def split_into_shards(
+    tensors: dict[str, PlannedTensor], shard_bytes: int | None
+) -> list[dict[str, PlannedTensor]]:
+    """Return the tensors of every file, in the model's order, filled greedily."""
+    shards: list[dict[str, PlannedTensor]] = [{}]
+    size = 0
+    for name, planned in tensors.items():
+        if shard_bytes is not None and shards[-1] and size + planned.spec.nbytes > shard_bytes:
+            shards.append({})
+            size = 0
+        shards[-1][name] = planned
+        size += planned.spec.nbytes
+    return shards
+
+
+class SafetensorsWriter(TensorFileWriter):
+    """A new file; see TensorFileWriter.
 
     Args:
-        path: File to create; it must not exist.
-        tensors: (name, dtype name, shape) of every tensor. Wide elements are laid out first, so
-            that every tensor starts at a multiple of its element size, as readers that map the
-            file expect; otherwise in this order.
+        path: New file.
+        tensors: Name -> tensor. Wide elements are laid out first, so that every tensor starts at a
+            multiple of its element size, as readers that map the file expect; otherwise in this
+            order.
         metadata: Strings for the header's `__metadata__`.
-        fsync: Whether finish() flushes the file to the disk.
+        verify: Whether to keep the checksums of what is written.
+
+    Attributes:
+        crcs: Name -> CRC-32 of what was written; empty without `verify`.
 
     Raises:
-        UserError: a name that the format reserves, or a type that it does not have. OSError: no
-            space for the complete file, or a failed write.
+        UserError: a name that the format reserves, or a type that it does not have.
     """
 
     def __init__(
         self,
         path: Path,
-        tensors: Iterable[tuple[str, str, tuple[int, ...]]],
+        tensors: dict[str, TensorSpec],
         metadata: dict[str, str],
-        fsync: bool = True,
+        verify: bool = False,
     ):
-        self.path = path
         header: dict[str, object] = {METADATA_KEY: metadata}
-        # Name -> first byte and end.
-        self._spans: dict[str, tuple[int, int]] = {}
-        self._missing: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._start_of: dict[TensorSpec, int] = {}
+        self.crcs = {name: RangedCrc32() for name in tensors} if verify else {}
         position = 0
-        for name, dtype, shape in sorted(tensors, key=lambda item: -DTYPES[item[1]].itemsize):
+        for name, tensor in sorted(
+            tensors.items(), key=lambda item: -DTYPES[item[1].dtype].itemsize
+        ):
             if name == METADATA_KEY:
                 found = f"a tensor named {name!r}, which the format uses for something else"
                 raise UserError(
@@ -335,49 +354,34 @@ class SafetensorsWriter:
                     found,
                     "convert with --to model.pt",
                 )
-            if not DTYPES[dtype].safetensors:
+            if not DTYPES[tensor.dtype].safetensors:
                 raise UserError(
                     f"types that safetensors can hold in {path.name}",
-                    f"{name} of type {dtype}",
+                    f"{name} of type {tensor.dtype}",
                     "convert with --to model.pt, or leave it out with --only",
                 )
-            count = nbytes(shape, dtype)
             header[name] = {
-                "dtype": DTYPES[dtype].safetensors,
-                "shape": list(shape),
-                "data_offsets": [position, position + count],
+                "dtype": DTYPES[tensor.dtype].safetensors,
+                "shape": list(tensor.shape),
+                "data_offsets": [position, position + tensor.nbytes],
             }
-            self._spans[name], self._missing[name] = (position, position + count), count
-            position += count
+            self._start_of[tensor] = position
+            position += tensor.nbytes
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         if len(text) > MAX_HEADER_BYTES:
             raise ValueError(
                 f"a header of {len(text)} bytes, safetensors allows {MAX_HEADER_BYTES}"
             )
-        self._base = 8 + len(text)
-        self.total_bytes = self._base + position
-        self._file = OutputFile(path, self.total_bytes, fsync)
-        try:
-            self._file.write(len(text).to_bytes(8, "little") + text, 0)
-        except BaseException:
-            self.close()
-            raise
+        self._head = len(text).to_bytes(8, "little") + text
+        self._crc_of = {tensors[name]: crc for name, crc in self.crcs.items()}
+        super().__init__(path, len(self._head) + position, position)
 
-    def write(self, name: str, position: int, view: memoryview) -> None:
-        """Write bytes of tensor `name` from its byte `position` on. Thread-safe."""
-        first, end = self._spans[name]
-        assert first + position + len(view) <= end, f"more bytes for {name} than its shape holds"
-        self._file.write(view, self._base + first + position)
-        with self._lock:
-            self._missing[name] -= len(view)
+    def _write_head(self) -> None:
+        self._file.write(self._head, 0)
 
-    def finish(self) -> None:
-        """Flush to the disk, if requested, and close. Every tensor must be complete."""
-        short = [name for name, count in self._missing.items() if count]
-        assert not short, f"unfinished tensors: {short[:3]}"
-        self._file.finish()
-
-    def close(self) -> None:
-        """Close the file, complete or not."""
-        self._file.close()
+    def _put(self, tensor: TensorSpec, offset: int, data: memoryview, crc: int | None) -> None:
+        assert offset + len(data) <= tensor.nbytes, f"bytes {offset}.. of {tensor}"
+        if self._crc_of:
+            self._crc_of[tensor].add(offset, data, crc)
+        self._file.write(data, len(self._head) + self._start_of[tensor] + offset)

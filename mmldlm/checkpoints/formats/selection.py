@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mmldlm.checkpoints.files.dtypes import DTYPES, numel
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef
-from mmldlm.checkpoints.formats.weight_source import FileRange, Parts, TensorInfo, WeightSource
+from mmldlm.checkpoints.formats.weight_source import Parts, TensorInfo, WeightSource, whole_tensor
 from mmldlm.checkpoints.formats.wrapper_names import AVERAGED, is_averaged
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import count_noun, join_some
@@ -139,28 +139,34 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
         for state in _candidates(tree)
         if state.path != path and not _is_below(state.path, path)
     ]
-    notes = [f"the weights are those under {write_path(path)!r} in the file"] if path else []
-    if others:
-        listed = [_describe(tree.states[other]) for other in others]
-        notes.append(
-            f"other state dicts were left out (choose one with --key): {join_some(listed, 8)}"
-        )
-    rest = [
+    left = [
         state
         for state in tree.states.values()
-        if state.path != path
-        and state.path not in others
-        and not (_is_below(state.path, path) and not beside)
+        if state.path not in (path, *others) and (beside or not _is_below(state.path, path))
     ]
-    if rest:
-        notes.append(
-            "tensors that are not weights were left out:"
-            f" {join_some(map(_describe_rest, rest), 8)}"
-        )
+    notes = [*_notes_on_others(tree, path, others, left), *_notes_on_entries(tree, path, tensors)]
+    return Model(path, tensors, [write_path(other) for other in others], tree.optimizers, notes)
+
+
+def _notes_on_others(
+    tree: _Tree, path: Keys, others: list[Keys], left: list[_State]
+) -> Iterator[str]:
+    """Yield notes on the model's path, and on the tensors elsewhere in the file."""
+    if path:
+        yield f"the weights are those under {write_path(path)!r} in the file"
+    if others:
+        listed = [_describe(tree.states[other]) for other in others]
+        yield f"other state dicts were left out (choose one with --key): {join_some(listed, 8)}"
+    if left:
+        listed = [_describe_rest(state) for state in left]
+        yield f"tensors that are not weights were left out: {join_some(listed, 8)}"
     if tree.unnamed:
-        notes.append(
-            f"tensors without names were left out: {join_some(map(_describe, tree.unnamed), 8)}"
-        )
+        listed = [_describe(state) for state in tree.unnamed]
+        yield f"tensors without names were left out: {join_some(listed, 8)}"
+
+
+def _notes_on_entries(tree: _Tree, path: Keys, tensors: dict[str, Any]) -> Iterator[str]:
+    """Yield notes on the entries of the model's own dict."""
     is_average = is_averaged(tensors)
     counters = [
         name
@@ -168,23 +174,18 @@ def select_model(root: Any, file: Path, key: str | None = None) -> Model:
         if "." not in name and not tensor.shape and not (is_average and name == AVERAGED)
     ]
     if not path and counters and len(counters) < len(tensors):
-        notes.append(
+        yield (
             "kept among the weights, where they are, though they may be counters:"
             f" {join_some(counters)}"
         )
+    known = {*tensors, *tree.merged_optimizers.get(path, {})}
     values = [
         name
         for name, value in _items(tree.nodes[path])
-        if not is_tensor(value) and not _has_tensors(value)
-    ]
-    values = [
-        name
-        for name in values
-        if name not in tensors and name not in tree.merged_optimizers.get(path, {})
+        if name not in known and not is_tensor(value) and not _has_tensors(value)
     ]
     if values:
-        notes.append(f"entries that are not tensors were left out: {join_some(values, 8)}")
-    return Model(path, tensors, [write_path(other) for other in others], tree.optimizers, notes)
+        yield f"entries that are not tensors were left out: {join_some(values, 8)}"
 
 
 def find_optimizers(root: Any) -> dict[Keys, dict]:
@@ -551,7 +552,7 @@ class FileTensor(StoredTensor):
                 found,
                 "save them with .contiguous()",
             )
-        return [FileRange(self.file, ref, 0, ref.numel)] if ref.numel else []
+        return whole_tensor(self.file, ref)
 
 
 def tree_of(
@@ -641,4 +642,4 @@ def add_tensors(
             )
             continue
         source.tensors[name] = TensorInfo(name, ref.dtype, ref.shape, kinds.get(name, "parameter"))
-        source.parts[name] = [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
+        source.parts[name] = whole_tensor(file, ref)

@@ -13,12 +13,17 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.files.dtypes import DTYPES, numel
+from mmldlm.checkpoints.files.dtypes import WIDE_FLOATS, numel
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import TensorRef
 from mmldlm.checkpoints.formats.deepspeed_files import missing_file_error, read_scalar
 from mmldlm.checkpoints.formats.optimizer import check_no_other_moment
-from mmldlm.checkpoints.formats.weight_source import FileRange, TensorInfo, WeightSource
+from mmldlm.checkpoints.formats.weight_source import (
+    FileRange,
+    TensorInfo,
+    WeightSource,
+    whole_tensor,
+)
 from mmldlm.checkpoints.manifest import ZERO_TAG
 from mmldlm.errors import UserError
 from mmldlm.utils.moments import MOMENTS, moment_keys
@@ -154,7 +159,7 @@ def _state(
             else f"a {type(ref).__name__}"
         )
         raise corrupt_file_error(path, f"{found} instead of {key} of {name} {shape}")
-    if not DTYPES[ref.dtype].is_float or DTYPES[ref.dtype].itemsize == 1:
+    if ref.dtype not in WIDE_FLOATS:
         raise corrupt_file_error(path, f"{key} of {name} in {ref.dtype}")
     file.check_ref(ref, f"{key} of {name}")
-    return [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
+    return whole_tensor(file, ref)

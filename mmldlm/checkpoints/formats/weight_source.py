@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
 from mmldlm.checkpoints.files.dtypes import (
     DTYPES,
-    bf16_to_fp32,
+    as_numbers,
     cast,
     count_nonfinite,
     is_mask,
@@ -22,6 +22,7 @@ from mmldlm.checkpoints.files.dtypes import (
     nbytes,
     numel,
 )
+from mmldlm.checkpoints.files.file_io import closed_on_error
 from mmldlm.checkpoints.files.torch_file import (
     CHUNK_BYTES,
     SAME_SAVE_HINT,
@@ -36,6 +37,8 @@ from mmldlm.utils.moments import MOMENTS
 
 # The number of elements of a range that one thread reads.
 RANGE_ELEMENTS = 4 << 20
+# The state of a tensor that is no moment.
+WEIGHT = "weight"
 
 
 class TensorInfo(NamedTuple):
@@ -94,6 +97,27 @@ class FileRange(NamedTuple):
     ref: TensorRef
     start: int
     count: int
+
+
+def tied_names(saved: Any, listed_in: Path) -> dict[str, str]:
+    """Return second name -> name of tied weights, as a file records them; {} for None.
+
+    Raises:
+        UserError: anything else; it names `listed_in`.
+    """
+    saved = {} if saved is None else saved
+    if not isinstance(saved, dict) or not all(
+        isinstance(name, str) for pair in saved.items() for name in pair
+    ):
+        raise corrupt_file_error(
+            listed_in, f"tied weights that are not pairs of names: {str(saved)[:80]}"
+        )
+    return saved
+
+
+def whole_tensor(file: TensorFile, ref: TensorRef) -> list[FileRange]:
+    """Return the parts of a tensor that is stored in one piece."""
+    return [FileRange(file, ref, 0, ref.numel)] if ref.numel else []
 
 
 class RegularParts(Sequence[FileRange]):
@@ -210,7 +234,8 @@ READ_DEFAULTS = ReadOptions()
 
 
 class WeightSource:
-    """Base class of the readers of all formats. Subclasses fill the attributes; this class reads.
+    """Base class of the readers of all formats. Subclasses fill the attributes (`_read`); this
+    class reads tensors.
 
     Attributes:
         path: Path that was opened.
@@ -263,6 +288,22 @@ class WeightSource:
         self.without_masters: list[str] = []
         self.absent: list[str] = []
         self.other_models: list[str] = []
+
+    @classmethod
+    def open(cls, path: Path | str, options: ReadOptions = READ_DEFAULTS, **more: Any) -> Self:
+        """Open a checkpoint of this format.
+
+        Raises:
+            UserError: missing, damaged, unsafe or mismatched files, or an unsupported kind of
+                parallelism or storage. It names the file.
+        """
+        source = cls(Path(path), options, **more)
+        with closed_on_error(source):
+            source._read()
+        return source
+
+    def _read(self) -> None:
+        raise NotImplementedError
 
     def close(self) -> None:
         """Close the files."""
@@ -346,13 +387,14 @@ class WeightSource:
                 name, "trainable" if name in trained else "buffer" if is_buffer else "frozen"
             )
 
-    def mark_tied(self, aliases: dict[str, str], listed_in: Path) -> None:
-        """Turn tensors that were saved twice into aliases: {second name: name}.
+    def mark_tied(self, aliases: Any, listed_in: Path) -> None:
+        """Turn tensors that were saved twice into aliases: {second name: name}, or None.
 
         Raises:
-            UserError: two tensors of different dtypes or shapes; it names `listed_in`.
+            UserError: no such dict, or two tensors of different dtypes or shapes; it names
+                `listed_in`.
         """
-        for alias, owner in aliases.items():
+        for alias, owner in tied_names(aliases, listed_in).items():
             info, other = self.tensors.get(alias), self.tensors.get(owner)
             if info is None or other is None or info.alias_of or other.alias_of:
                 continue
@@ -440,13 +482,6 @@ class WeightSource:
     # -- reading
     # ---------------------------------------------------------------------------------------------
 
-    def reading_order(self) -> list[str]:
-        """Return the stored names in the order of their bytes in the files, for one sequential
-        pass.
-        """
-        stored = [name for name, info in self.tensors.items() if info.kind != "alias"]
-        return self.in_file_order({name: self.parts[name] for name in stored})
-
     def in_file_order(self, table: dict[str, Parts]) -> list[str]:
         """Return the names of `table` in the order of their first part in the files, empty tensors
         last.
@@ -469,40 +504,17 @@ class WeightSource:
         step = RANGE_ELEMENTS if parts and parts[0].ref.is_contiguous else max(count, 1)
         return ((low, min(low + step, count)) for low in range(0, count, step))
 
-    def iter_moment(self, what: str, name: str) -> Iterator[np.ndarray]:
-        """Yield a moment's elements in order, flat float32, in new arrays."""
-        return (chunk.copy() for chunk, _ in self.iter_moment_range(what, name))
-
-    def iter_moment_range(
-        self, what: str, name: str, low: int = 0, high: int | None = None
-    ) -> Iterator[tuple[np.ndarray, int | None]]:
-        """Yield elements [low, high) of a moment in order, flat float32; see iter_range.
-
-        Raises:
-            UserError: a damaged file, or a non-finite element.
+    def iter_chunks(self, name: str, what: str = WEIGHT) -> Iterator[np.ndarray]:
+        """Yield the elements of a weight or moment in order, flat, in new arrays; see
+        iter_range.
         """
-        parts = self.moments[what][name]
-        count = self.tensors[name].numel
-        dtype = parts[0].ref.dtype if parts else "float32"
-        step = CHUNK_BYTES // DTYPES[dtype].itemsize
-        info = TensorInfo(f"{what} of {name}", dtype, (count,), "trainable")
-        high = count if high is None else high
-        buffer = np.empty(min(step, high - low), DTYPES[dtype].raw)
-        for start in range(low, high, step):
-            chunk = buffer[: high - start]
-            crc = read_parts_into(parts, start, chunk)
-            self._check_finite(info, chunk, dtype)
-            yield cast(chunk, dtype, "float32"), crc if dtype == "float32" else None
-
-    def iter_chunks(self, name: str) -> Iterator[np.ndarray]:
-        """Yield the tensor's elements in order, flat, in new arrays; see iter_range."""
-        return (chunk.copy() for chunk, _ in self.iter_range(name))
+        return (chunk.copy() for chunk, _ in self.iter_range(name, what))
 
     def iter_range(
-        self, name: str, low: int = 0, high: int | None = None
+        self, name: str, what: str = WEIGHT, low: int = 0, high: int | None = None
     ) -> Iterator[tuple[np.ndarray, int | None]]:
-        """Yield elements [low, high) in order, flat, as DTYPES[info.dtype].raw; each with its
-        CRC-32 if known.
+        """Yield elements [low, high) of a weight or moment in order, flat, as
+        DTYPES[info.dtype].raw (moments as float32); each with its CRC-32 if known.
 
         An array is valid until the next one is requested: they share memory, because allocating
         each chunk would cost as much as reading it. CRCs are verified by finish() only.
@@ -512,9 +524,11 @@ class WeightSource:
                 low-precision copy.
         """
         info = self.tensors[name]
-        parts = self.parts[info.alias_of or name]
+        parts = self.parts[info.alias_of or name] if what == WEIGHT else self.moments[what][name]
         if not parts:
             return
+        if what != WEIGHT:
+            info = TensorInfo(f"{what} of {name}", "float32", info.shape, "trainable")
         stored = parts[0].ref
         high = info.numel if high is None else high
         is_cast = stored.dtype != info.dtype
@@ -529,7 +543,8 @@ class WeightSource:
             else:
                 chunk, crc = parts[0].file.read_strided(stored, name)[low:high], None
             self._check_finite(info, chunk, stored.dtype)
-            if self.low_precision_copies.get(name) and not self.options.random_access:
+            has_copy = what == WEIGHT and self.low_precision_copies.get(name)
+            if has_copy and not self.options.random_access:
                 self._check_copy(name, start, chunk, stored.dtype)
             yield cast(chunk, stored.dtype, info.dtype), None if is_cast else crc
 
@@ -578,12 +593,9 @@ class WeightSource:
         copy = read_parts(parts, low, master.size)
         if (dtype, low_dtype) == ("float32", "bfloat16") and is_rounded(master, copy):
             return
-        rounded = cast(master, dtype, low_dtype)
-        if np.array_equal(rounded.view(np.uint8), copy.view(np.uint8)):
-            return
-        floats = [bf16_to_fp32(x) if low_dtype == "bfloat16" else x for x in (rounded, copy)]
-        differs = floats[0] != floats[1]
-        differs &= ~(np.isnan(floats[0]) & np.isnan(floats[1]))
+        rounded = as_numbers(cast(master, dtype, low_dtype), low_dtype)
+        copy = as_numbers(copy, low_dtype)
+        differs = (rounded != copy) & ~(np.isnan(rounded) & np.isnan(copy))
         if differs.any():
             masters = sorted({part.file.path.name for part in self.parts[name]})
             raise UserError(

@@ -67,34 +67,22 @@ def test_bytes_that_come_twice_count_once():
 SIZE = 400_003
 
 
-@pytest.mark.parametrize("fsync", [True, False])
 @pytest.mark.parametrize("order", ["forward", "shuffled", "threads"])
-def test_every_byte_is_written(tmp_path, order, fsync):
+def test_every_byte_is_written(tmp_path, order):
     chooser = random.Random(7)
     data = np.random.default_rng(0).integers(0, 256, SIZE, np.uint8).tobytes()
     ends = sorted({SIZE, *(chooser.randrange(1, SIZE) for _ in range(130))})
     pieces = list(zip([0, *ends[:-1]], ends, strict=True))
     if order != "forward":
         chooser.shuffle(pieces)
-    file = OutputFile(tmp_path / "out", SIZE, fsync)
+    file = OutputFile(tmp_path / "out", SIZE)
 
     def write(piece):
         file.write(memoryview(data)[piece[0] : piece[1]], piece[0])
 
     run_in_threads(write, pieces) if order == "threads" else [write(piece) for piece in pieces]
-    file.finish()
+    file.close()
     assert (tmp_path / "out").read_bytes() == data
-
-
-@pytest.mark.parametrize("fsync", [True, False])
-def test_fsync_only_on_request(tmp_path, monkeypatch, fsync):
-    calls = []
-    monkeypatch.setattr(os, "fsync", calls.append)
-    file = OutputFile(tmp_path / "out", 10, fsync)
-    file.write(b"0123456789", 0)
-    assert not calls
-    file.finish()
-    assert len(calls) == fsync and (tmp_path / "out").read_bytes() == b"0123456789"
 
 
 def test_an_existing_file_is_refused(tmp_path):
@@ -120,7 +108,7 @@ def test_no_preallocation_makes_a_sparse_file(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", unsupported)
     file = OutputFile(tmp_path / "out", 10)
     file.write(b"9", 9)
-    file.finish()
+    file.close()
     assert (tmp_path / "out").read_bytes() == bytes(9) + b"9"
 
 

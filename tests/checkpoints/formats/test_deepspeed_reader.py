@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmldlm.checkpoints.convert import convert_state
 from mmldlm.checkpoints.files.dtypes import DTYPES, bf16_to_fp32, fp32_to_bf16
 from mmldlm.checkpoints.files.torch_writer import TensorSpec, TorchFileLayout, write_torch
 from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
@@ -25,7 +26,6 @@ from mmldlm.checkpoints.formats.model_pt import ModelFile
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.weight_source import ReadOptions
 from mmldlm.checkpoints.resume import open_training_state
-from mmldlm.checkpoints.to_checkpoint import convert_state
 from mmldlm.errors import UserError
 from tests.support.helpers import environment
 from tests.support.make_zero import CASES
