@@ -96,8 +96,8 @@ def rank_server() -> RankServer:
 
 
 def train_words(store, folder, name: str, *more: str) -> list[str]:
-    """Arguments of `mmldlm/train.py` for a tiny run, without a plot and samples, each of which takes
-    as long.
+    """Arguments of `mmldlm/train.py` for a tiny run, without a plot and samples, each of which
+    takes as long.
     """
     return [
         "--config-name",

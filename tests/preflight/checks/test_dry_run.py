@@ -37,10 +37,10 @@ def test_the_group_of_the_writers_has_its_own_check():
 
 
 def test_a_slow_gpu_is_named_beside_those_of_its_own_node():
-    def results(*seconds):
+    def results(*seconds, device="cuda"):
         context = make_context(nodes=("a", "b"))
         ranks = {
-            ("ab"[number // 4], number % 4): {"compute": {"seconds": value}}
+            ("ab"[number // 4], number % 4): {"compute": {"seconds": value, "device": device}}
             for number, value in enumerate(seconds)
         }
         context.collectives = {"rounds": [], "ranks": ranks}
@@ -48,9 +48,11 @@ def test_a_slow_gpu_is_named_beside_those_of_its_own_node():
 
     sound = results(*[0.010] * 8)
     assert {found.status for found in sound.values()} == {PASS}
-    slow = results(*[0.010] * 6, 0.030, 0.010)
+    slow = results(*[0.010] * 6, 0.012, 0.010)
     assert slow["a"].status == PASS and slow["b"].status == WARN
-    assert "rank 2: 30.0 ms" in slow["b"].measured
+    assert "rank 2: 12.0 ms" in slow["b"].measured
+    busy = results(*[0.010] * 6, 0.018, 0.010, device="cpu")
+    assert {found.status for found in busy.values()} == {PASS}
     alone = results(0.010, 0.010, 0.050, 0.011)
     assert alone["a"].status == WARN and "rank 2" in alone["a"].measured
     assert [found.status for found in results(0.01).values()] == [SKIP]
