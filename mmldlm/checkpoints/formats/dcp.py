@@ -45,10 +45,10 @@ from mmldlm.checkpoints.formats.optimizer import (
 from mmldlm.checkpoints.formats.selection import (
     FileTensor,
     Keys,
-    add_tensors,
     find_optimizers,
     select_model,
 )
+from mmldlm.checkpoints.formats.state_dict import add_tensors
 from mmldlm.checkpoints.formats.weight_source import (
     READ_DEFAULTS,
     OpenedCheckpoint,

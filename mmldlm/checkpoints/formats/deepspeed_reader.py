@@ -14,6 +14,11 @@ bf16_optimizer.py):
 * Universal (ds_to_universal): one file per parameter and state (see universal_folder).
 
 `param_slice_mappings` is not used: it disagrees with the data under round_robin_gradients.
+
+Of ZeRO-1 and 2, names and order come from `param_shapes` of rank 0's model states, values from
+`single_partition_of_fp32_groups` of every rank, sliced by offsets that follow from the shapes. The
+module's 16-bit weights are read beside them, and every master must round to its own. Weights that
+were frozen, and buffers, come from the module.
 """
 
 from __future__ import annotations
@@ -59,7 +64,7 @@ from mmldlm.checkpoints.formats.optimizer import (
     named_groups,
     states_by_index,
 )
-from mmldlm.checkpoints.formats.selection import add_tensors, tensors_of
+from mmldlm.checkpoints.formats.state_dict import add_tensors, tensors_of
 from mmldlm.checkpoints.formats.universal_folder import (
     add_universal,
     is_universal,

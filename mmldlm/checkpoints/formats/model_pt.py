@@ -40,13 +40,12 @@ from mmldlm.checkpoints.formats.part_files import (
 )
 from mmldlm.checkpoints.formats.selection import (
     Keys,
-    add_tensors,
     find_optimizers,
     node_at,
     select_model,
-    tensors_of,
     tree_of,
 )
+from mmldlm.checkpoints.formats.state_dict import add_tensors, tensors_of
 from mmldlm.checkpoints.formats.weight_source import (
     READ_DEFAULTS,
     OpenedCheckpoint,

@@ -4,7 +4,7 @@ states.
 A torch.save'd object and a DCP folder are read as the same tree: dicts and lists, whose leaves are
 StoredTensor, StoredValue or plain values. A path is the tuple of keys that leads to a node; users
 write it with slashes (`--key state/model`), and `.` for the top level. The tensors of the chosen
-state dict become those of a WeightSource (add_tensors).
+state dict become those of a WeightSource (`add_tensors` in state_dict.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from mmldlm.checkpoints.files.dtypes import DTYPES, numel
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef
-from mmldlm.checkpoints.formats.weight_source import Parts, TensorInfo, WeightSource, whole_tensor
+from mmldlm.checkpoints.formats.state_dict import is_opaque_tensor, refuse_opaque_tensor
+from mmldlm.checkpoints.formats.weight_source import Parts, whole_tensor
 from mmldlm.checkpoints.formats.wrapper_names import AVERAGED, is_averaged
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import count_noun, join_some
@@ -252,7 +253,7 @@ def _scan(root: Any) -> _Tree:
             num_values += not is_tensor(node)
             if isinstance(node, OpaqueObject) and path and path[-1] in MODEL_KEYS:
                 tree.opaque.append(path)
-            elif _is_opaque_tensor(node):
+            elif is_opaque_tensor(node):
                 tree.opaque.append(path[:-1])
             continue
         # One dict may stand under several keys.
@@ -298,25 +299,6 @@ def _items(node: Any) -> Iterator[tuple[str, Any]]:
 def is_tensor(value: Any) -> bool:
     """Return whether a leaf is a tensor."""
     return isinstance(value, StoredTensor)
-
-
-def refuse_opaque_tensor(where: str, name: object, value: Any) -> None:
-    """Raise UserError if a leaf stands for a tensor that cannot be read."""
-    if _is_opaque_tensor(value):
-        fix = (
-            "save plain dense tensors of common types: .full_tensor(), .to_dense(), .dequantize(),"
-            " .to(dtype)"
-        )
-        raise UserError(
-            f"plain tensors in {where}", f"{str(name)[:80]!r}, saved as {value.kind}", fix
-        )
-
-
-def _is_opaque_tensor(value: Any) -> bool:
-    """Return whether a leaf stands for a tensor that cannot be read, of a subclass or another
-    layout.
-    """
-    return isinstance(value, OpaqueObject) and value.may_be_tensor
 
 
 def _has_tensors(value: Any) -> bool:
@@ -588,58 +570,3 @@ def node_at(value: Any, path: tuple[Any, ...]) -> Any:
     for key in path:
         value = value[key]
     return value
-
-
-def tensors_of(value: Any, path: Path, what: str, notes: list[str]) -> dict[str, TensorRef]:
-    """Return the TensorRef entries of a state_dict; note all others.
-
-    Raises:
-        UserError: `value` is not a dict, or an entry of it is a tensor of a kind that is not read.
-    """
-    if not isinstance(value, dict):
-        raise UserError(
-            f"a dict name -> tensor as {what} in {path}",
-            type(value).__name__,
-            "check what was saved",
-        )
-    tensors = {}
-    for name, ref in value.items():
-        if isinstance(ref, TensorRef) and isinstance(name, str):
-            tensors[name] = ref
-        else:
-            refuse_opaque_tensor(f"{what} of {path}", name, ref)
-            notes.append(f"{what} entry {str(name)[:80]!r} is not a tensor and was left out")
-    return tensors
-
-
-def add_tensors(
-    source: WeightSource, file: TorchFile, state: dict[str, TensorRef], kinds: dict[str, str]
-) -> None:
-    """Add a state_dict's tensors to `source` in their stored dtype.
-
-    Two names of the same elements of one storage are one tensor: the first owns it, the other is
-    an alias.
-
-    Args:
-        kinds: Name -> TensorInfo.kind; "parameter" for names that are not in it.
-    """
-    owners: dict[tuple, str] = {}
-    for name, ref in state.items():
-        file.check_ref(ref, name)
-        location = (
-            ref.key,
-            ref.dtype,
-            ref.offset,
-            ref.shape,
-            ref.stride,
-            ref.negated,
-            ref.conjugated,
-        )
-        owner = owners.setdefault(location, name) if ref.numel else name
-        if owner != name:
-            source.tensors[name] = TensorInfo(
-                name, source.tensors[owner].dtype, ref.shape, "alias", owner
-            )
-            continue
-        source.tensors[name] = TensorInfo(name, ref.dtype, ref.shape, kinds.get(name, "parameter"))
-        source.parts[name] = whole_tensor(file, ref)
