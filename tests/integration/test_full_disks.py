@@ -92,8 +92,7 @@ def test_a_full_disk_under_every_log_ends_no_run(store, tmp_path, monkeypatch, c
         "engine.kind=single",
         "training.num_train_steps=4",
         "logging.save_freq=2",
-        "logging.plot=false",
-        "logging.eval_samples=0",
+        "logging.eval_samples=4",
     ]
     assert main(train_words(store, tmp_path, "run", *words)) == 0
     said = capsys.readouterr().out

@@ -189,9 +189,7 @@ def test_from_training_to_text_again(store, tmp_path):
     )  # the encoder's text is known
     latents = np.load(tmp_path / "b" / "latents.npy")
     assert latents.shape == (1, 384) and np.isfinite(latents).all()
-    example = (
-        (ROOT / "README.md").read_text().split("In Python:\n")[1].split("\n`mmldlm.models")[0]
-    )
+    example = (ROOT / "README.md").read_text().split("In Python:\n")[1].split("\n[More]")[0]
     found: dict = {}
     exec(textwrap.dedent(example).replace('"model"', repr(str(run))), found)
     assert found["again"].shape == (1, 384) and np.isfinite(found["again"]).all()

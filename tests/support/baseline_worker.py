@@ -82,7 +82,6 @@ def config_of(arm: str, store: str, folder: str, name: str, world_size: int, *wo
         "logging.eval_freq=6",
         "checkpoints.keep_every=4",
         "logging.plot=false",
-        "logging.eval_samples=0",
         "training.dtype=fp32",
         "optimizer.lr=2e-3",
         "optimizer.warmup_steps=2",
