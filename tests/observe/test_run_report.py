@@ -25,7 +25,7 @@ def runs(store, tmp_path_factory):
     from mmldlm.train import main
 
     folder = tmp_path_factory.mktemp("runs")
-    common = ["engine.kind=single", "logging.plot=false", "logging.eval_freq=2"]
+    common = ["engine.kind=single", "logging.eval_samples=4", "logging.eval_freq=2"]
     resumed = [*common, "training.resume=auto", "training.num_train_steps="]
     for steps in (4, 6):
         words = train_words(store, folder, "first", *resumed[:-1], f"{resumed[-1]}{steps}")
