@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from pathlib import Path
 from mmldlm.cluster.agent import Agent, AgentFailure
 from mmldlm.cluster.hostfile import Node, write_hostfile
 from mmldlm.cluster.launcher_commands import train_arguments
+from mmldlm.errors import MmldlmError
 from mmldlm.preflight.check import ERROR, FAIL
 from mmldlm.preflight.context import Context
-from mmldlm.utils.formatting import count_noun
+from mmldlm.utils.formatting import count_noun, join_some
 from mmldlm.utils.input_files import read_text
 from mmldlm.utils.screen import print_line
 
@@ -32,8 +34,8 @@ CHECK_SECONDS = 300.0
 RETURN_CHECKS = (
     "DATA002", "CKPT001", "GPU001", "GPU002", "GPU003", "GPU004", "LIM001", "LIM002", "LIM003",
     "LIM004", "PROC001", "JIT001", "NET001", "NET002", "HOST004", "SSH001", "SSH002", "SSH003",
-    "SSH004", "SSH005", "PY001", "PY002", "DATA003", "CKPT002", "VER001", "VER002", "GPU005",
-    "NET003", "NET006", "NET007", "RDMA001", "CLK001",
+    "SSH004", "SSH005", "SSH006", "PY001", "PY002", "DATA003", "CKPT002", "VER001", "VER002",
+    "GPU005", "NET003", "NET006", "NET007", "RDMA001", "CLK001",
 )  # fmt: skip
 
 
@@ -52,30 +54,34 @@ class ElasticNodes:
         self.absent: set[str] = set()
         self._all = list(context.nodes)
         self._first_address = context.master.get("address")
-        config = context.config
-        self._global_batch = (
-            None
-            if config is None
-            else config.training.train_batch_size
-            * config.training.grad_accum_steps
-            * context.world_size
-        )
+        self._global_batch = None if context.config is None else context.global_batch
 
     def exclude(self, failed: Iterable[str]) -> bool:
-        """Continue without these nodes, too; return whether some of the others can train."""
+        """Continue with the nodes that are present, without these; return whether some can
+        train.
+        """
         self.absent |= set(failed)
         nodes = self._largest_set(self._present())
         if nodes is None:
             print_line(f"cannot continue: {self._why_none()}", sys.stderr)
             return False
         self._train_on(nodes)
-        print_line(f"continuing without {_names(self.absent)}: {self._described()}", sys.stderr)
+        who = f"without {_names(self.absent)}" if self.absent else "with all nodes"
+        print_line(f"continuing {who}: {self._described()}", sys.stderr)
         return True
+
+    def would_gain(self, returned: Iterable[str]) -> bool:
+        """Return whether more ranks could train with these nodes than train now."""
+        nodes = self._largest_set(self._present(returned))
+        return nodes is not None and _num_ranks(nodes) > self.context.world_size
+
+    def mark_present(self, returned: Iterable[str]) -> None:
+        """Count these nodes among those of which the next attempt takes its own."""
+        self.absent -= set(returned)
 
     def take_back(self, returned: Iterable[str]) -> None:
         """Continue with these nodes again."""
-        returned = set(returned)
-        self.absent -= returned
+        self.mark_present(returned)
         nodes = self._largest_set(self._present())
         assert nodes is not None, "fewer nodes could train"
         self._train_on(nodes)
@@ -103,37 +109,39 @@ class ElasticNodes:
             node.name: self._largest_set([other for other in self._all if other != node])
             for node in self._all
         }
-        for name, nodes in without.items():
-            if nodes is None:
-                print_line(
-                    f"--elastic: without {name} this run would end; training.grad_accum_steps that"
-                    " the number of the other ranks divides would let it continue"
-                )
-        waiting = {len(self._all) - 1 - len(nodes) for nodes in without.values() if nodes}
-        if waiting - {0}:
+        needed = [name for name, nodes in without.items() if nodes is None]
+        if needed:
             print_line(
-                f"--elastic: without one of {len(self._all)} nodes,"
-                f" {len(self._all) - 1 - max(waiting)} train and {max(waiting)} wait, to keep the"
-                f" global batch of {self._global_batch}"
+                f"--elastic: this run would end without {_names(needed)}: the others cannot keep"
+                f" the global batch of {self._global_batch}"
+            )
+        others = len(self._all) - 1
+        fewest = min((len(nodes) for nodes in without.values() if nodes), default=others)
+        if fewest < others:
+            print_line(
+                f"--elastic: without one of {len(self._all)} nodes {fewest} train and"
+                f" {others - fewest} wait, to keep the global batch of {self._global_batch}"
             )
 
     def absent_nodes(self) -> list[Node]:
         return [node for node in self._all if node.name in self.absent]
 
-    def _present(self) -> list[Node]:
-        return [node for node in self._all if node.name not in self.absent]
+    def _present(self, returned: Iterable[str] = ()) -> list[Node]:
+        absent = self.absent - set(returned)
+        return [node for node in self._all if node.name not in absent]
 
     def _largest_set(self, nodes: list[Node]) -> list[Node] | None:
         """Return the first nodes, as many as can keep the global batch; None if none can."""
-        while nodes and not self._fits(nodes):
-            nodes = nodes[:-1]
-        return nodes or None
-
-    def _fits(self, nodes: list[Node]) -> bool:
         if self._global_batch is None:
-            return True
-        ranks = sum(node.slots for node in nodes)
-        return self._global_batch % (ranks * self.context.config.training.train_batch_size) == 0
+            return nodes or None
+        micro_batch = self.context.config.training.train_batch_size
+        ranks = itertools.accumulate(node.slots for node in nodes)
+        fitting = [
+            count
+            for count, r in enumerate(ranks, 1)
+            if self._global_batch % (r * micro_batch) == 0
+        ]
+        return nodes[: fitting[-1]] if fitting else None
 
     def _train_on(self, nodes: list[Node]) -> None:
         context, first = self.context, nodes[0].name
@@ -157,17 +165,18 @@ class ElasticNodes:
         present = self._present()
         if not present:
             return "no node is left"
-        ranks = sum(node.slots for node in present)
         micro_batch = self.context.config.training.train_batch_size
         return (
-            f"the global batch of {self._global_batch} is not a multiple of {ranks} ranks x"
+            f"the global batch of {self._global_batch} is not a multiple of {_num_ranks(present)}"
+            f" ranks x"
             f" training.train_batch_size={micro_batch}, nor with fewer nodes; the sample order"
             " depends on it"
         )
 
 
 class ReturnWatch:
-    """Asks absent nodes in the background whether they are back and pass the checks of a node.
+    """Asks absent nodes in the background whether they are back and pass the checks of a node,
+    until all are or it is stopped.
 
     Args:
         context: Context of the launch; its first node is what the returned ones are compared with.
@@ -192,13 +201,19 @@ class ReturnWatch:
         self._thread.join()
 
     def _ask(self) -> None:
-        pause = ASK_SECONDS
-        while not self._stopped.wait(pause):
-            answering = [node for node in self._absent if self._answers(node.name)]
-            failures = self._failures(answering) if answering else {}
-            self._returned = [node.name for node in answering if node.name not in failures]
-            if self._returned or self._stopped.is_set():
+        pause, absent = ASK_SECONDS, self._absent
+        while absent and not self._stopped.wait(pause):
+            answering = [node for node in absent if self._answers(node.name)]
+            try:
+                failures = self._failures(answering) if answering else {}
+            except (OSError, ValueError, MmldlmError) as error:
+                # A full disk, for instance. The run goes on without the nodes.
+                failures = {node.name: f"cannot be checked: {error}" for node in answering}
+            if self._stopped.is_set():
                 return
+            returned = [node.name for node in answering if node.name not in failures]
+            self._returned = self._returned + returned
+            absent = [node for node in absent if node.name not in returned]
             pause = ASK_AGAIN_SECONDS if failures else ASK_SECONDS
             for name, text in failures.items():
                 print_line(f"{name} answers again, but {text}; asked again in {pause:.0f} s")
@@ -254,6 +269,8 @@ class ReturnWatch:
         ids = ",".join(id for id in RETURN_CHECKS if id not in skipped)
         words = ["--level", "2", "--only", ids, "--launcher", options.launcher]
         words += ["--master_port", str(options.master_port)]
+        if options.master_addr is not None:
+            words += ["--master_addr", options.master_addr]
         if options.ssh_port is not None:
             words += ["--ssh-port", str(options.ssh_port)]
         words += [f"--ssh-option={option}" for option in options.ssh_option]
@@ -262,5 +279,9 @@ class ReturnWatch:
         return [*program, *files, *words, *train_arguments(options)]
 
 
+def _num_ranks(nodes: Iterable[Node]) -> int:
+    return sum(node.slots for node in nodes)
+
+
 def _names(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
+    return join_some(sorted(names))

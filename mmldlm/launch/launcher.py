@@ -7,7 +7,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-from mmldlm.checkpoints.locate import find_latest_valid
+from mmldlm.checkpoints.locate import find_latest_valid, read_link
 from mmldlm.checkpoints.manifest import MANIFEST
 from mmldlm.cluster.launcher_commands import TRAIN, train_arguments
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UserError
@@ -56,9 +56,7 @@ def launch(args: argparse.Namespace) -> int:
             resume = ["training.resume=auto"]
         if nodes is not None and outcome.returned:
             nodes.take_back(outcome.returned)
-        elif (
-            nodes is not None and outcome.failed_nodes and not nodes.exclude(outcome.failed_nodes)
-        ):
+        elif nodes is not None and not nodes.exclude(outcome.failed_nodes):
             return outcome.code
 
 
@@ -76,20 +74,23 @@ def _attempt(
     watcher = Watcher(context, command, log_dir, args.grace, args.heartbeat_timeout)
     if nodes is None or not nodes.absent or run_dir is None:
         return watcher.run()
-    saved, watch = latest_checkpoint(run_dir), ReturnWatch(context, nodes.absent_nodes(), log_dir)
+    saved, watch = read_link(run_dir), ReturnWatch(context, nodes.absent_nodes(), log_dir)
 
     def returned() -> list[str]:
-        """Names of the nodes that are back, once this attempt has saved a checkpoint: a node that
-        fails again and again must not keep the run from going on.
+        """Names of the nodes that are back, if more ranks can train with them, and once this
+        attempt has saved a checkpoint: a node that fails again and again must not keep the run
+        from going on.
         """
         names = watch.returned()
-        return names if names and latest_checkpoint(run_dir) != saved else []
+        is_worth_it = bool(names) and nodes.would_gain(names)
+        return names if is_worth_it and read_link(run_dir) != saved else []
 
     watcher.returned_nodes = returned
     try:
         return watcher.run()
     finally:
         watch.stop()
+        nodes.mark_present(watch.returned())
 
 
 def _is_retryable(outcome: Outcome, context: Context) -> bool:

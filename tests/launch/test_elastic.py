@@ -5,13 +5,15 @@ real hosts.
 from __future__ import annotations
 
 import argparse
+import errno
 
 import pytest
 
 from mmldlm.cluster.hostfile import Node
 from mmldlm.commands.launch import main
 from mmldlm.errors import UserError
-from mmldlm.launch.elastic import RETURN_CHECKS, ElasticNodes
+from mmldlm.launch import elastic
+from mmldlm.launch.elastic import RETURN_CHECKS, ElasticNodes, ReturnWatch
 from mmldlm.launch.watcher import launcher_start
 from mmldlm.preflight.runner import all_checks
 from tests.support.preflight_context import three_nodes
@@ -43,12 +45,18 @@ def test_nodes_beyond_the_largest_fitting_set_wait(tmp_path, capsys):
     context.nodes.append(Node("d", 1))
     nodes = ElasticNodes(context)
     nodes.print_plan()
-    assert "without one of 4 nodes, 2 train and 1 wait" in capsys.readouterr().out
+    assert "without one of 4 nodes 2 train and 1 wait" in capsys.readouterr().out
     assert nodes.exclude(["b"]) and context.names == ["a", "c"]
     assert nodes.overrides() == ["training.grad_accum_steps=4"]
     assert "continuing without b: 2 ranks; d wait" in capsys.readouterr().err
     # One that waited takes the place of the next that fails.
     assert nodes.exclude(["a"]) and context.names == ["c", "d"]
+    # No restart for a third node, with which two would train; for the fourth.
+    assert not nodes.would_gain(["a"]) and nodes.would_gain(["a", "b"])
+    # One that is back takes its place when another attempt begins.
+    nodes.mark_present(["a"])
+    assert context.names == ["c", "d"] and nodes.exclude(["c"])
+    assert context.names == ["a", "d"] and nodes.absent == {"b", "c"}
 
 
 def test_fewer_nodes_have_fewer_hsdp_replicas(tmp_path):
@@ -81,15 +89,44 @@ def test_a_loss_that_would_end_the_run_is_said_before_the_launch(tmp_path, capsy
     context.nodes = context.nodes[:2]
     ElasticNodes(context).print_plan()
     printed = capsys.readouterr().out
-    assert "without b this run would end" in printed and "without a" not in printed
+    assert "this run would end without b:" in printed and "without a" not in printed
 
 
 def test_the_checks_of_a_return_exist_and_leave_out_none_of_a_node():
     checks = {check.id: check for check in all_checks()}
     of_a_node = {check.id for check in checks.values() if check.level == 1}
     assert set(RETURN_CHECKS) <= set(checks)
-    # Of a script; of measurements that were not made; of caches that only cost time.
-    assert of_a_node - set(RETURN_CHECKS) == {"SCR001", "SSH006", "JIT002"}
+    # Of a script; of caches that only cost time.
+    assert of_a_node - set(RETURN_CHECKS) == {"SCR001", "JIT002"}
+
+
+def test_a_thousand_nodes_are_planned_in_one_line(tmp_path, capsys):
+    context = three_nodes(tmp_path, (8, 8, 8))
+    context.nodes = [Node(f"n{number}", 8) for number in range(1024)]
+    ElasticNodes(context).print_plan()
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "without one of 1024 nodes 512 train and 511 wait" in line
+
+
+def test_a_check_that_cannot_be_made_is_said_and_asked_again(tmp_path, monkeypatch, capsys):
+    """A full disk under the log folder: the thread goes on, and the run does."""
+
+    def full(self, nodes):
+        if not seen:
+            seen.append(nodes)
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return {}
+
+    seen: list = []
+    monkeypatch.setattr(elastic, "ASK_SECONDS", 0.0)
+    monkeypatch.setattr(elastic, "ASK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(ReturnWatch, "_answers", lambda self, name: True)
+    monkeypatch.setattr(ReturnWatch, "_failures", full)
+    context = three_nodes(tmp_path, (1, 1, 1))
+    watch = ReturnWatch(context, context.nodes[2:], tmp_path)
+    watch._thread.join(30)
+    assert watch.returned() == ["c"]
+    assert "c answers again, but cannot be checked" in capsys.readouterr().out
 
 
 def test_elastic_without_a_retry_is_refused():
