@@ -40,6 +40,23 @@ class RemovedOption(argparse.Action):
         parser.error(f"{option_string} was removed: {self.page} has what was measured with it")
 
 
+def add_checkpoint(parser: argparse.ArgumentParser) -> None:
+    """Add --checkpoint and --revision, of which `inference.load.load_pretrained` makes a model."""
+    parser.add_argument(
+        "--checkpoint",
+        type=option_types.path,
+        required=True,
+        metavar="PATH",
+        help="a run, RUN/latest, a checkpoint, a model.pt, or a folder written by"
+        " `mmldlm convert`, here or on the Hugging Face hub (OWNER/NAME)",
+    )
+    parser.add_argument(
+        "--revision",
+        metavar="REV",
+        help="branch, tag or commit of a model on the hub (default main)",
+    )
+
+
 def add_encoder_dir(parser: argparse.ArgumentParser) -> None:
     """Add --encoder-dir, whose folder `data.encoders.model_files.encoder_dir` takes."""
     parser.add_argument(

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmldlm.commands import RemovedOption, RenamedOption, add_encoder_dir
+from mmldlm.commands import RemovedOption, RenamedOption, add_checkpoint, add_encoder_dir
 from mmldlm.data.encoders.model_files import encoder_dir
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.evaluation.settings import (
@@ -46,16 +46,7 @@ SUITES = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of `mmldlm evaluate`."""
     add = parser.add_argument
-    add(
-        "--checkpoint",
-        type=option_types.path,
-        required=True,
-        metavar="PATH",
-        help=(
-            "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`,"
-            " here or on the Hugging Face hub (OWNER/NAME)"
-        ),
-    )
+    add_checkpoint(parser)
     suites = "; ".join(f"{name}: {text}" for name, text in SUITES.items())
     add(
         "--suite",
@@ -168,7 +159,7 @@ def _measure(args: argparse.Namespace) -> Report:
         from mmldlm.data.store import Store
 
         store = Store(args.data, "validation")
-    pretrained = load_pretrained(args.checkpoint, device)
+    pretrained = load_pretrained(args.checkpoint, device, revision=args.revision)
     if store is not None:
         check_store_kind(store, "text" if pretrained.image is None else "image")
     with ProgressBar() as progress:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.commands import RemovedOption, RenamedOption, add_encoder_dir
+from mmldlm.commands import RemovedOption, RenamedOption, add_checkpoint, add_encoder_dir
 from mmldlm.data.encoders.model_files import encoder_dir
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.inference.generate import (
@@ -48,10 +48,6 @@ from mmldlm.utils.settings import given_options
 
 OUTPUTS = ("samples.jsonl", "latents.npy", "settings.json", "sheet.png")
 OWNED = (*OUTPUTS, EACH_PICTURE)
-CHECKPOINT_HELP = (
-    "a run, RUN/latest, a checkpoint, a model.pt, or a folder written by `mmldlm convert`, here"
-    " or on the Hugging Face hub (OWNER/NAME)"
-)
 MAX_TABLE_ROWS = 20
 STEPS_NOTE = (
     "note: a text determines its embedding: without --num-steps t2l is faster,\n"
@@ -78,9 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> N
         )
     else:
         parser.set_defaults(kind=kind, **dict.fromkeys(READERS))
-    add(
-        "--checkpoint", type=option_types.path, required=True, metavar="PATH", help=CHECKPOINT_HELP
-    )
+    add_checkpoint(parser)
     add("--output-dir", type=option_types.path, required=True, metavar="OUT",
         help=f"output folder of {', '.join(OUTPUTS)}")  # fmt: skip
     add("--overwrite", action="store_true", help="replace the samples of an earlier call in OUT")
@@ -164,7 +158,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _sample(args: argparse.Namespace, given: dict[str, Any], device: str, out: Path) -> int:
-    pretrained = load_pretrained(args.checkpoint, device)
+    pretrained = load_pretrained(args.checkpoint, device, revision=args.revision)
     kind, options = fit_options(pretrained, args.kind, given, args.seed)
     if kind == "t2l" and (options.num_steps or 0) > steps_given_text(pretrained.latent_diffusion):
         print(STEPS_NOTE, file=sys.stderr)

@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 
 from mmldlm.distributed.error_reporting import log_line
+from mmldlm.distributed.failure_attribution import FailureReport, report_failed_ranks
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import first_line
 from mmldlm.utils.job_store import RanksNotConnected, connect_job_store
@@ -39,7 +40,12 @@ def start_process_group(device: torch.device, timeout: float) -> None:
     backend = backend_for(device)
     if backend == "gloo":
         check_gloo_interfaces()
-    store, rank, world_size = connect_job_store(timeout, log_line)
+    try:
+        store, rank, world_size = connect_job_store(timeout, log_line)
+    except RanksNotConnected as error:
+        # To the launch: a node whose launcher died before it had a rank is named by the others.
+        report_failed_ranks(FailureReport(f"not all ranks came: {error.found}", error.missing))
+        raise
     try:
         torch.distributed.init_process_group(
             backend,

@@ -15,6 +15,7 @@ from mmldlm.distributed.failure_attribution import FailureReport
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
 from mmldlm.launch.rank_wrapper import LAST_LINES
+from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import read_text
 
 Views = dict[str, dict]
@@ -104,14 +105,24 @@ def failed_rank_outcome(
         return Outcome(code, "interrupted as requested")
     last_lines = first.get("last") or []
     report = first.get("failure") or {"ranks": []}
-    # The rank ended because another one stalled or died.
+    # The rank ended because another one stalled, died, or never came.
     if report["ranks"] and not _is_in(first["rank"], report["ranks"]):
-        failed_nodes = {
+        sentence = report["sentence"]
+        failed_nodes = [
             node
-            for node, view in views.items()
+            for node, view in sorted(views.items())
             if any(_is_in(state["rank"], report["ranks"]) for state in view["ranks"])
-        }
-        return Outcome(code, report["sentence"], last_lines, sorted(failed_nodes))
+        ]
+        if not failed_nodes:
+            failed_nodes = [
+                node
+                for node, view in sorted(views.items())
+                if not view["ranks"] and not view["processes"]
+            ]
+            reason = "its launcher ended before it started a rank"
+            ended = [f"{node}: {reason}" for node in failed_nodes]
+            sentence = join_some([sentence, *ended], 4, "; ")
+        return Outcome(code, sentence, last_lines, failed_nodes)
     exit_text = describe_exit(first, name, interrupted or is_script)
     reason = f"rank {first['rank']} on {name} ended first, with status {first['exit']}{exit_text}"
     is_agreed = code in COLLECTIVE_EXIT_CODES and not is_script

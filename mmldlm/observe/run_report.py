@@ -82,8 +82,8 @@ def _curves(runs: Sequence[RunRecord]) -> Element:
         for name, label in losses.items()
     ]
     # The norms of the first steps are far above all later ones.
-    norms = [_logarithms(_mean_values(run.points, "grad_norm")) for run in runs]
-    figures.append(_figure(runs, norms, "gradient norm, logarithm of base 10"))
+    norms = [_mean_values(run.points, "grad_norm") for run in runs]
+    figures.append(_figure(runs, norms, "gradient norm", log_y=True))
     figures += [
         _figure(runs, [_mean_values(run.points, key) for run in runs], label)
         for key, label in _COSTS
@@ -100,23 +100,25 @@ def _smoothed(points: Sequence[Point], key: str) -> Series:
     return list(zip(steps, smooth(values, mean_window(len(values)))))
 
 
-def _logarithms(series: Series) -> Series:
-    return [(step, math.log10(value)) for step, value in series if value > 0]
-
-
 def _figure(
-    runs: Sequence[RunRecord], series: Sequence[Series], label: str, has_dots: bool = False
+    runs: Sequence[RunRecord],
+    series: Sequence[Series],
+    label: str,
+    has_dots: bool = False,
+    log_y: bool = False,
 ) -> Element | None:
-    """Return the plot of one quantity with a line per run; None without a value of it."""
+    """Return the plot of one quantity with a line per run; None without a value of it. A
+    logarithmic one leaves zeros out.
+    """
     lines = []
     for index, (run, values) in enumerate(zip(runs, series)):
-        if points := [(x, y, 0.0) for x, y in values if math.isfinite(y)]:
+        if points := [(x, y, 0.0) for x, y in values if math.isfinite(y) and (y > 0 or not log_y)]:
             lines.append(Line(run.name, points, index, index > 0, has_dots))
     if not lines:
         return None
     steps = [x for line in lines for x, _, _ in line.points]
     marks = [mark for run in runs for mark in _marks(run, min(steps), max(steps))]
-    return line_plot(lines, "step", label, label, marks=marks)
+    return line_plot(lines, "step", label, label, log_y=log_y, marks=marks)
 
 
 def _marks(run: RunRecord, low: float, high: float) -> list[Mark]:

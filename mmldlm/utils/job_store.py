@@ -13,9 +13,9 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mmldlm.errors import EXIT_FAILED, MmldlmError
 from mmldlm.utils.environment import int_from_env
@@ -32,11 +32,17 @@ _FIRST_NOTICE = 15.0  # seconds of waiting after which a line says for whom
 
 
 class RanksNotConnected(MmldlmError):
-    """The ranks did not find one another at the start; nothing was done."""
+    """The ranks did not find one another at the start; nothing was done.
+
+    Attributes:
+        found: What was found, in words.
+        missing: Ranks that this one has waited for in vain; empty: not known.
+    """
 
     exit_code = EXIT_FAILED
 
-    def __init__(self, found: str, fix: str | None = None):
+    def __init__(self, found: str, fix: str | None = None, missing: Sequence[int] = ()):
+        self.found, self.missing = found, tuple(missing)
         expected = (
             f"all {int_from_env('WORLD_SIZE', 1)} ranks to connect through"
             f" MASTER_ADDR:MASTER_PORT, {_address()}"
@@ -46,6 +52,13 @@ class RanksNotConnected(MmldlmError):
             " and that the port is open between the nodes (mmldlm preflight checks both)"
         )
         super().__init__(f"expected {expected}\n  found: {found}\n  fix:   {fix}")
+
+
+class Missing(NamedTuple):
+    """Who has not come: in words, for example "rank 0 at 10.0.0.1:29500", and the ranks."""
+
+    words: str
+    ranks: tuple[int, ...]
 
 
 class _Wait:
@@ -64,23 +77,25 @@ class _Wait:
     def seconds_left(self) -> float:
         return self._started + self._timeout - time.monotonic()
 
-    def go_on(self, describe: Callable[[], str]) -> None:
+    def go_on(self, describe: Callable[[], Missing]) -> None:
         """Say now and then for whom this rank waits.
 
         Args:
-            describe: Returns what is missing, for example "rank 0 has not come".
+            describe: Returns who is missing.
 
         Raises:
             RanksNotConnected: the time is up.
         """
         elapsed = time.monotonic() - self._started
         if elapsed >= self._timeout:
+            missing = describe()
             # The limit, not the time: ranks recognize one another's error by its text.
-            raise RanksNotConnected(f"{describe()} after {self._timeout:g} s")
+            found = f"{missing.words} after {self._timeout:g} s"
+            raise RanksNotConnected(found, missing=missing.ranks)
         if elapsed >= self._next_notice:
             self._next_notice *= 2
             self._notify(
-                f"waiting for {describe()} after {elapsed:.0f} s; the limit is"
+                f"waiting for {describe().words} after {elapsed:.0f} s; the limit is"
                 f" {self._timeout:.0f} s"
             )
 
@@ -141,7 +156,7 @@ def _wait_for_server(wait: _Wait) -> None:
             return
         except OSError as error:
             reason = describe_os_error(error)
-        wait.go_on(functools.partial("rank 0 at {}: {}".format, _address(), reason))
+        wait.go_on(functools.partial(Missing, f"rank 0 at {_address()}: {reason}", (0,)))
         time.sleep(_RETRY)
 
 
@@ -183,7 +198,7 @@ def _wait_for_key(store: Store, key: str, wait: _Wait) -> None:
             store.wait([key], timedelta(seconds=max(min(wait.seconds_left, _FIRST_NOTICE), 0.1)))
             return
         except DistStoreError:  # not yet
-            wait.go_on(lambda: f"rank 0, which has not answered at {_address()},")
+            wait.go_on(lambda: Missing(f"rank 0, which has not answered at {_address()},", (0,)))
 
 
 def _invite(store: Store, world_size: int, wait: _Wait) -> str:
@@ -207,7 +222,7 @@ def _invite(store: Store, world_size: int, wait: _Wait) -> str:
     return attempt
 
 
-def _describe_missing(store: Store, attempt: str, world_size: int, num_joined: int) -> str:
+def _describe_missing(store: Store, attempt: str, world_size: int, num_joined: int) -> Missing:
     """Describe the ranks that have not come, and the hosts of those that have."""
     hosts, missing = {socket.gethostname(): None}, []
     for rank in range(1, world_size):
@@ -216,7 +231,8 @@ def _describe_missing(store: Store, attempt: str, world_size: int, num_joined: i
             hosts[store.get(key).decode()] = None
         else:
             missing.append(rank)
-    return (
+    words = (
         f"{world_size - num_joined} of {count_noun(world_size, 'rank')} at {_address()}"
         f" (missing: rank {join_some(missing, 8)}; the others are on {join_some(hosts, 8)})"
     )
+    return Missing(words, tuple(missing))

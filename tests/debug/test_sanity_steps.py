@@ -88,9 +88,8 @@ def test_a_healthy_run_passes_with_lmols_options(store, tmp_path, capsys):
     )
     assert {group["weight_decay"] for group in report["groups"]} == {0.01, 0.0}
     assert report["layers"]["blocks.1.text"]["grad_norm"] > 0
-    assert (
-        report["layers"]["text_encoder"]["zero_share"] > 0.9
-    )  # tokens that no text of the batch has
+    # Tokens that no text of the batch has, of 600.
+    assert report["layers"]["text_encoder"]["zero_share"] > 0.5
     assert report["peak_memory_bytes"] > 2**27
     shown = capsys.readouterr().out
     assert shown.count("PASS") == len(CHECKS) and "weight decay" in shown

@@ -270,7 +270,7 @@ def test_another_sampler(pretrained, store):
     ],
 )
 def test_samplers_that_do_not_fit_are_refused(words, named, pretrained, store, monkeypatch):
-    monkeypatch.setattr("mmldlm.inference.load.load_pretrained", lambda *args: pretrained)
+    monkeypatch.setattr("mmldlm.inference.load.load_pretrained", lambda *_, **__: pretrained)
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     with pytest.raises(UserError, match=named):

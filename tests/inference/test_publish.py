@@ -91,8 +91,8 @@ def test_a_pushed_model_comes_back_from_the_hub(folder, tmp_path):
             ("load", "me/model", "v3", tmp_path / "v3.npy"),
             ("load", "me/other", "", tmp_path / "other.npy"),
             ("load", "me/bert", "", tmp_path / "bert.npy"),
-            ("sample", "t2l", "--checkpoint", "me/model", "--text", "word1 word2", "--num-steps",
-             "2", "--output-dir", out),
+            ("sample", "t2l", "--checkpoint", "me/model", "--revision", "v2", "--num-steps", "2",
+             "--text", "word1 word2", "--output-dir", out),
         )  # fmt: skip
         files, endpoint = hub.files("me/model"), hub.endpoint
     # The card names the model as it is found; shards of the first push are gone.

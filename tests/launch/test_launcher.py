@@ -15,7 +15,7 @@ import pytest
 
 from mmldlm.checkpoints import commit
 from mmldlm.launch import launcher
-from mmldlm.launch.outcome import Outcome
+from mmldlm.launch.outcome import Outcome, failed_rank_outcome
 from mmldlm.tasks.registry import load_config
 from tests.support.helpers import LONG, ROOT
 from tests.support.preflight_context import three_nodes
@@ -170,6 +170,24 @@ def test_a_foreign_signal_is_a_fault_that_is_retried(
     assert launcher.launch(args) == 5
     # Attempts of one second have logs of their own.
     assert len(set(seen)) == len(seen) == attempts and all(path.is_dir() for path in seen)
+
+
+def test_a_node_without_a_rank_is_excluded_and_not_the_one_that_waited_for_it():
+    waited = {
+        "rank": 1,
+        "exit": 1,
+        "ended": 5.0,
+        "alive": False,
+        "last": [],
+        "failure": {"ranks": [[0, 0]], "sentence": "not all ranks came: rank 0 at n1:29500"},
+    }
+    views = {
+        "n1": {"ranks": [], "processes": 0, "ended": []},
+        "n2": {"ranks": [waited], "processes": 1, "ended": []},
+    }
+    outcome = failed_rank_outcome(views, {}, interrupted=False)
+    assert outcome.failed_nodes == ["n1"] and outcome.code == 1
+    assert outcome.reason.endswith("; n1: its launcher ended before it started a rank")
 
 
 def test_the_end_names_the_latest_checkpoint(tmp_path, capsys, monkeypatch):

@@ -50,6 +50,19 @@ def test_a_fault_ends_the_complete_run_and_nothing_else(cluster, store, tmp_path
 
 
 @LONG
+def test_a_launcher_killed_before_it_has_a_rank_is_named(cluster, store, tmp_path):
+    """Sooner than an agent sees it; the other node's rank, which waits in vain, is not blamed."""
+    at_once = "until pkill -KILL -f '[d]eepspeed.launcher.launch'; do sleep 0.02; done"
+    with cluster["n2"].process("sh", "-c", at_once):
+        process = start(cluster, store, tmp_path, "engine.collective_timeout=15")
+        output, _ = process.communicate(timeout=120)
+    assert process.returncode == 1, output[-3000:]
+    assert "n2: its launcher ended before it started a rank" in output, output[-3000:]
+    assert "rank 0 on n1 ended first" not in output
+    assert ranks_on(cluster["n1"]) == []
+
+
+@LONG
 def test_ends_of_other_launches_do_not_touch_one_that_trains(cluster, store, tmp_path):
     for ended in play_beside(cluster, store, tmp_path, NEIGHBORS):
         assert ended.code in ended.neighbor.codes and ended.left == [], ended.output[-3000:]

@@ -11,6 +11,11 @@ from mmldlm.errors import UserError
 from mmldlm.tasks.initialization import encoder_token_embeddings, spellings
 
 
+@pytest.fixture
+def store(minilm_store):
+    return minilm_store
+
+
 def edited(store, folder, section, key, value):
     copy = folder / "store"
     shutil.copytree(store, copy)

@@ -81,15 +81,19 @@ def test_a_rank_that_never_comes_is_named(store, monkeypatch):
     joined = threading.Thread(target=job_store._join, args=(client(store), 1, wait()))
     joined.start()
     missing = "1 of 3 ranks at .*missing: rank 2; the others are on "
-    with pytest.raises(job_store.RanksNotConnected, match=missing):
+    with pytest.raises(job_store.RanksNotConnected, match=missing) as error:
         job_store._invite(client(store), 3, wait(0.5, lines))
+    assert error.value.missing == (2,)
     joined.join(20)
     assert len(lines) >= 2 and all(line.startswith("waiting for ") for line in lines)
 
 
 def test_a_rank_0_that_never_answers_is_named(store):
-    with pytest.raises(job_store.RanksNotConnected, match="rank 0, which has not answered"):
+    with pytest.raises(
+        job_store.RanksNotConnected, match="rank 0, which has not answered"
+    ) as error:
         job_store._join(client(store), 1, wait(0.3))
+    assert error.value.missing == (0,)
 
 
 def test_the_holder_of_a_port_is_named(monkeypatch):

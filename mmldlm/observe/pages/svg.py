@@ -98,6 +98,7 @@ def line_plot(
     y_label: str,
     caption: str,
     log_x: bool = False,
+    log_y: bool = False,
     marks: Sequence[Mark] = (),
 ) -> Element:
     """Return a figure of lines with their intervals over common axes, and a legend below.
@@ -105,6 +106,8 @@ def line_plot(
     Args:
         caption: Sentence below the figure, unless it only repeats y_label, which stands above.
         log_x: Whether the x axis is logarithmic, of base 2; every x is then above 0.
+        log_y: Whether the y axis is logarithmic, of base 10; every end of an interval is then
+            above 0.
         marks: What is marked on the x axis, within the range of the lines.
     """
     points = [point for line in lines for point in line.points]
@@ -117,32 +120,35 @@ def line_plot(
     # A run of 1,600 steps ends at 1,600, and not at the next tick, 2,000.
     x_end = x_marks[-1] if log_x or max(across) <= x_marks[0] else max(across)
     x_marks = [mark for mark in x_marks if mark <= x_end * (1 + 1e-9)]
-    y_marks = ticks(min(y - half for _, y, half in points), max(y + half for _, y, half in points))
+    ends = [end for _, y, half in points for end in (y - half, y + half)]
+    heights = [math.log10(end) if log_y else end for end in ends]
+    y_marks = ticks(min(heights), max(heights))
+    y_texts = [f"{10**mark:.2g}" if log_y else f"{mark:g}" for mark in y_marks]
     # Room for the longest value, at 7 units a character.
-    left = max(46, 12 + 7 * max(len(f"{mark:g}") for mark in y_marks))
+    left = max(46, 12 + 7 * max(map(len, y_texts)))
     top, width, height = 24, _WIDTH - left - _RIGHT, 200
 
+    def across_to(mark: float) -> float:
+        return round(left + width * (mark - x_marks[0]) / max(x_end - x_marks[0], 1e-12), 1)
+
+    def down_to(mark: float) -> float:
+        return round(top + height * (y_marks[-1] - mark) / (y_marks[-1] - y_marks[0]), 1)
+
     def at(x: float, y: float) -> tuple[float, float]:
-        x = math.log2(x) if log_x else x
-        right = width * (x - x_marks[0]) / max(x_end - x_marks[0], 1e-12)
-        return round(left + right, 1), round(
-            top + height * (y_marks[-1] - y) / (y_marks[-1] - y_marks[0]), 1
-        )
+        return across_to(math.log2(x) if log_x else x), down_to(math.log10(y) if log_y else y)
 
     parts = [element("text", y_label, x=0, y=12, class_="faint")]
     for mark in x_marks:
-        x, _ = at(2.0**mark if log_x else mark, y_marks[0])
+        x = across_to(mark)
         parts.append(element("line", x1=x, x2=x, y1=top, y2=top + height, class_="grid"))
         value = f"{2.0**mark if log_x else mark:g}"
         parts.append(
             element("text", value, x=x, y=top + height + 16, text_anchor="middle", class_="faint")
         )
-    for mark in y_marks:
-        _, y = at(1.0 if log_x else 0.0, mark)
+    for mark, text in zip(y_marks, y_texts):
+        y = down_to(mark)
         parts.append(element("line", x1=left, x2=left + width, y1=y, y2=y, class_="grid"))
-        parts.append(
-            element("text", f"{mark:g}", x=left - 6, y=y + 4, text_anchor="end", class_="faint")
-        )
+        parts.append(element("text", text, x=left - 6, y=y + 4, text_anchor="end", class_="faint"))
     bottom = top + height + 34
     parts.append(
         element(
@@ -151,8 +157,9 @@ def line_plot(
     )
     for row, line in enumerate(lines):
         parts.append(_line(line, at, bottom + 22 + 20 * row))
+    lowest = 10.0 ** y_marks[0] if log_y else y_marks[0]
     for row, marked in enumerate(marks, len(lines)):
-        places = [at(x, y_marks[0]) for x in marked.places]
+        places = [at(x, lowest) for x in marked.places]
         parts.append(_mark(marked, places, bottom + 22 + 20 * row))
     height = bottom + 20 * (len(lines) + len(marks)) + 12
     return _figure(parts, height, caption, shows_caption=caption != y_label)

@@ -94,9 +94,10 @@ def test_the_prefix_learns_from_the_text(data):
     assert bool((latents.grad.abs().amax(1) > 0).all())
 
 
-def test_sampled_candidates_estimate_the_exact_loss(store):
-    exact = TASK.open_data(load_config("ar", None, words(store)))
-    sampled = TASK.open_data(load_config("ar", None, words(store, "loss.text_candidates=200")))
+def test_sampled_candidates_estimate_the_exact_loss(minilm_store):
+    exact = TASK.open_data(load_config("ar", None, words(minilm_store)))
+    candidates = words(minilm_store, "loss.text_candidates=200")
+    sampled = TASK.open_data(load_config("ar", None, candidates))
     model = TASK.build_model(exact)
     losses = [
         float(TASK.objective(d.config)(model, batch_of(d, range(5), 0.0))[0].detach())

@@ -12,6 +12,11 @@ from mmldlm.tasks.registry import load_config
 TINY = ["model.hidden_size=32", "model.n_blocks=2", "model.n_heads=2", "model.max_seq_len=64"]
 
 
+@pytest.fixture
+def store(minilm_store):
+    return minilm_store
+
+
 def data_of(store, *words):
     return HdlmTask().open_data(
         load_config("hdlm", None, [*TINY, f"data.latent_data_root={store}", *words])
