@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.rank_server import RankServer
+from tests.support.rank_server import SHARED, RankServer
 
 ROOT = Path(__file__).resolve().parents[2]
 # Whole launches are dear: what stands for all of them runs always, the rest of them when it is
@@ -87,11 +87,12 @@ def run_ranks(
 
 @functools.cache
 def rank_server() -> RankServer:
-    """The process from which this session's ranks are forked."""
+    """The process from which this session's ranks are forked, and those of its benchmarks."""
     folder = tempfile.TemporaryDirectory(prefix="mmldlm_ranks_")
     server = RankServer(folder.name)
     server.__enter__()
     atexit.register(lambda: (server.__exit__(), folder.cleanup()))
+    os.environ[SHARED] = server.address
     return server
 
 

@@ -3,7 +3,8 @@
 A rank is a process of its own that runs `mmldlm/train.py` (or a script around it) as a launcher
 would start it, with RANK, WORLD_SIZE and MASTER_* in its environment. Ranks are forked from one
 process that has already imported torch and deepspeed: a start then takes a tenth of a second
-instead of ten, and a benchmark may start hundreds.
+instead of ten, and a benchmark may start hundreds. The benchmarks that a test starts share its
+server (MMLDLM_RANK_SERVER).
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import os
 import pkgutil
 import random
 import runpy
+import selectors
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "mmldlm" / "train.py"
+SHARED = "MMLDLM_RANK_SERVER"
+"""Variable with the socket of a server that a RankServer uses instead of one of its own."""
 
 
 class Ranks:
@@ -81,39 +86,41 @@ class RankServer:
 
     Args:
         logs: folder for what the ranks print.
+
+    Attributes:
+        address: path of the server's socket, for SHARED.
     """
 
     def __init__(self, logs: str | Path):
         self._logs, self._num_started = Path(logs), 0
         self._lock = threading.Lock()  # several threads may each run a training
         self._logs.mkdir(parents=True, exist_ok=True)
-        inherited = os.environ.get("PYTHONPATH")
-        environment = {
-            **os.environ,
-            # thread pools of ranks on one machine would fight for its cores
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join([str(ROOT), *([inherited] if inherited else [])]),
-        }
-        if not _has_gpu():
-            environment["DS_ACCELERATOR"] = "cpu"
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], env=environment, text=True, **pipes
-        )
+        self._process, self.address = None, os.environ.get(SHARED)
+        if self.address is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="mmldlm_ranks_")
+            self.address = f"{self._folder.name}/socket"
+            self._process = _start_server(self.address)
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(self.address)
+        self._answers = self._socket.makefile(encoding="utf-8")
 
     def __enter__(self) -> RankServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
+        self._answers.close()
+        self._socket.shutdown(socket.SHUT_WR)
+        self._socket.recv(1)  # until the server has ended this connection's ranks
+        self._socket.close()
+        if self._process is not None:
+            self._process.stdin.close()
+            self._process.wait()
+            self._folder.cleanup()
 
     def ask(self, **request) -> dict:
         with self._lock:
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
+            self._socket.sendall(json.dumps(request).encode() + b"\n")
+            answer = self._answers.readline()
         if not answer:
             raise RuntimeError("the process that forks the ranks has exited; its message is above")
         return json.loads(answer)
@@ -217,31 +224,91 @@ def _rendezvous_port() -> int:
 # ---------------------------------------------------------------------------
 
 
-def _serve() -> dict | None:
-    """Answer requests until the parent ends (None); in a forked rank, return the request it must
-    run.
+def _start_server(address: str) -> subprocess.Popen:
+    """Start a server that ends with this process, and wait until it listens."""
+    inherited = os.environ.get("PYTHONPATH")
+    environment = {
+        **os.environ,
+        # thread pools of ranks on one machine would fight for its cores
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *([inherited] if inherited else [])]),
+    }
+    if not _has_gpu():
+        environment["DS_ACCELERATOR"] = "cpu"
+    process = subprocess.Popen(
+        [sys.executable, __file__, address],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    process.stdout.read(1)
+    process.stdout.close()
+    return process
+
+
+def _serve(address: str) -> dict | None:
+    """Answer the requests of all connections until the parent ends (None); in a forked rank,
+    return the request it must run.
+
+    The ranks of a connection end with it.
     """
     _import_what_ranks_need()
-    children: set[int] = set()
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "poll" in request:
-            answer = {}
-            for pid in request["poll"]:
-                done, status = os.waitpid(pid, os.WNOHANG)
-                answer[pid] = os.waitstatus_to_exitcode(status) if done else None
-                children.discard(done)
-        else:
-            pid = os.fork()
-            if pid == 0:
-                return request
-            children.add(pid)
-            answer = {"pid": pid}
-        print(json.dumps(answer), flush=True)
-    for pid in children:
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+    os.write(1, b"\n")  # ends the wait of _start_server
+    selector, children = selectors.DefaultSelector(), dict[socket.socket, set[int]]()
+    selector.register(listener, selectors.EVENT_READ)
+    selector.register(sys.stdin, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is sys.stdin:
+                for pids in children.values():
+                    _end(pids)
+                return None
+            if key.fileobj is listener:
+                connection, _ = listener.accept()
+                children[connection] = set()
+                selector.register(connection, selectors.EVENT_READ, connection.makefile())
+                continue
+            line = key.data.readline()
+            if not line:
+                selector.unregister(key.fileobj)
+                _end(children.pop(key.fileobj))
+                key.data.close()
+                key.fileobj.close()
+                continue
+            request = json.loads(line)
+            if "poll" in request:
+                answer = _poll(request["poll"], children[key.fileobj])
+            else:
+                pid = os.fork()
+                if pid == 0:
+                    for inherited in list(selector.get_map().values()):
+                        if inherited.data is not None:
+                            inherited.data.close()
+                            inherited.fileobj.close()
+                    return request
+                children[key.fileobj].add(pid)
+                answer = {"pid": pid}
+            key.fileobj.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def _poll(pids: list[int], children: set[int]) -> dict[int, int | None]:
+    """Return the exit codes of children, None of those that run; forget those that do not."""
+    codes = {}
+    for pid in pids:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        codes[pid] = os.waitstatus_to_exitcode(status) if done else None
+        if done:
+            children.discard(pid)
+    return codes
+
+
+def _end(pids: set[int]) -> None:
+    for pid in pids:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    return None
 
 
 # Slow modules that a rank imports (torch's compiler too: torch's optimizers import it).
@@ -296,7 +363,7 @@ def _become(request: dict) -> None:
 
 
 if __name__ == "__main__":
-    request = _serve()
+    request = _serve(sys.argv[1])
     if request is not None:
         _become(request)
         runpy.run_path(request["script"], run_name="__main__")
