@@ -73,7 +73,7 @@ class Run:
             num_kills,
         )
         self.overrides = overrides
-        self.num_steps = 5 * num_kills + 2 * MARGIN
+        self.num_steps = 5 * num_kills + MARGIN + SAVE_FREQ
         self.run_dir = folder / engine
         self.problems: list[str] = []
         self.in_background = True

@@ -92,7 +92,6 @@ def main() -> int:
                 f"training.num_train_steps={steps}",
                 f"training.dtype={dtype}",
                 "optimizer.warmup_steps=5",
-                "model.token_embedding_init=encoder",
                 *_runs.OPTIMIZERS[args.optimizer],
                 *_runs.ENGINES[name],
             ]

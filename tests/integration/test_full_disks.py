@@ -19,13 +19,13 @@ SCRIPT = str(ROOT / "mmldlm" / "train.py")
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 80 MB: one checkpoint of the tiny preset (53 MB) fits, a second beside it
+    """A file system of 10 MB: one checkpoint of the tiny model (7 MB) fits, a second beside it
     does not.
     """
     folder = tmp_path / "disk"
     folder.mkdir()
     mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(folder)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", "size=10m", "tmpfs", str(folder)], capture_output=True
     )
     if mounted.returncode:
         pytest.skip("mounting a small tmpfs needs root")

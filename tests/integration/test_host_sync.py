@@ -56,8 +56,8 @@ def test_a_step_never_makes_the_host_wait(library, store):
 
 
 def test_results_on_a_pretended_gpu_are_those_of_the_cpu(library, checkpoint, store, tmp_path):  # noqa: F811
-    """Samplers; training with a skip, an evaluation and a resume: what a GPU refuses is an error,
-    all values are those of the CPU.
+    """Samplers; training with a skip, an evaluation and a resume; evaluation, replay, a search
+    with the encoder, images: what a GPU refuses is an error, all values are those of the CPU.
     """
     worker = str(SUPPORT / "pretended_gpu_worker.py")
     done = launch(
@@ -69,4 +69,4 @@ def test_results_on_a_pretended_gpu_are_those_of_the_cpu(library, checkpoint, st
         "RuntimeError: add.Tensor on tensors of cuda:0 and cpu"
     )
     wrong = {name: result for name, result in found.items() if result != "equal"}
-    assert len(found) == 21 and not wrong, wrong
+    assert len(found) == 28 and not wrong, wrong

@@ -43,7 +43,7 @@ def truncate(root):
         (["training.losstype=l2t"], None, "training.loss_type"),
         (["training.loss_type=l2tt"], None, "unconditional"),
         (["model.latent_dim=32"], None, "model.latent_dim=32"),
-        (["model.vocab_size=1000"], None, "30522"),
+        (["model.vocab_size=500"], None, "vocab_size >= 600"),
         (["model.max_seq_len=8"], None, "--max-tokens 7"),
         (["tokenizer.name=gpt2"], None, "--tokenizer gpt2"),
         (["model.n_heads=3"], None, "does not divide"),
