@@ -737,13 +737,13 @@ def test_a_folder_of_checkpoints_of_another_program(tmp_path, layout):
     refuses(top, f"give one of the models in it: .*{run}/checkpoints")
     assert "resume" not in top
     inside = path.relative_to(tmp_path / run).parts[1]
-    given = tmp_path / run / "checkpoints"
-    result = mmldlm("convert", given, tmp_path / "out", "--no-fsync")
+    given, out = tmp_path / run / "checkpoints", tmp_path / "written"
+    result = mmldlm("convert", given, out, "--no-fsync")
     if not path.parent.samefile(given):
         refuses(result, f"give one of the models in it: .*checkpoints/{inside}")
-        result = mmldlm("convert", given / inside, tmp_path / "out", "--no-fsync")
+        result = mmldlm("convert", given / inside, out, "--no-fsync")
     succeeds(result)
-    assert tensors_in(tmp_path / "out")["w"].equal(MATRIX)
+    assert tensors_in(out)["w"].equal(MATRIX)
 
 
 def test_flat_parameters_in_a_folder_are_named(tmp_path):
