@@ -9,6 +9,7 @@ affinity (taskset, cpusets, Slurm).
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import resource
 from collections.abc import Iterator
@@ -26,6 +27,16 @@ class Memory(NamedTuple):
 
     total: int
     available: int
+
+
+def release_freed_memory() -> None:
+    """Return the memory that this process has freed to the system, which glibc's malloc keeps.
+
+    Batches of ever different sizes leave holes that the next ones do not fit: on a CPU, where
+    tensors lie in that heap, a run of 12 million parameters came to hold 4.3 GiB with 0.3 in use.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def raise_open_files() -> int:

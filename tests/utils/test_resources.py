@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import platform
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -155,3 +158,26 @@ def test_cpus_are_those_of_the_affinity_and_of_the_smallest_quota(machine, own, 
     machine(own, files)
     assert resources.available_cpus() == expected
     assert resources.threads_per_rank(3) == max(expected // 3, 1)
+
+
+FRAGMENTED = """
+from mmldlm.utils.resources import release_freed_memory
+
+def resident():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+kept, freed = zip(*((b"k" * (1000 + i % 7), b"f" * 100_000) for i in range(2000)))
+full = resident()
+del freed  # 200 MB, between objects that stay
+before = resident()
+release_freed_memory()
+print(full - before, full - resident())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="not glibc")
+def test_freed_memory_goes_back_to_the_system():
+    done = subprocess.run([sys.executable, "-c", FRAGMENTED], capture_output=True, text=True)
+    freed, released = map(int, done.stdout.split())
+    assert freed < 50e6 and released > 150e6
