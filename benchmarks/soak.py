@@ -26,6 +26,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -44,6 +45,12 @@ RANKS = 2
 STEPS, QUICK_STEPS = 20_000, 100
 SETTLED = 5_000  # steps of a life that are left out of the growth of memory
 ENGINES = ("zero2", "fsdp")
+MONITOR = """
+import sys
+from mmldlm.cli import main
+main(sys.argv[1:])
+print(open("/proc/self/status").read())
+"""
 WINDOW = 10  # notes in a median of memory
 
 
@@ -169,14 +176,16 @@ class Soak:
         return [note for note in notes if note["pid"] == notes[-1]["pid"]]
 
     def _monitor_mib(self) -> float:
-        """Peak resident MiB of `mmldlm monitor RUN --once`."""
-        process = subprocess.Popen(
-            [sys.executable, "-m", "mmldlm.cli", "monitor", str(self.run_dir), "--once"],
-            cwd=_runs.ROOT,
-            stdout=subprocess.DEVNULL,
+        """Peak resident MiB of `mmldlm monitor RUN --once`.
+
+        Not by getrusage, whose peak is at least that of the process that started it.
+        """
+        words = ["monitor", str(self.run_dir), "--once"]
+        done = subprocess.run(
+            [sys.executable, "-c", MONITOR, *words], cwd=_runs.ROOT, capture_output=True, text=True
         )
-        _, _, usage = os.wait4(process.pid, 0)
-        return usage.ru_maxrss / 1024
+        (peak,) = re.findall(r"^VmHWM:\s+(\d+) kB$", done.stdout, re.MULTILINE)
+        return int(peak) / 1024
 
 
 def settled(notes: list[dict[str, float]]) -> list[tuple[float, float]]:

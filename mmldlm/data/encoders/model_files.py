@@ -146,8 +146,8 @@ def name_to_load(identity: dict[str, Any]) -> str:
     raise UserError(
         f"the folder '{name}' of the encoder that made the latents",
         " nor ".join([f"not in {Path.cwd()}", *(f"in {path}" for path in places)]),
-        f"give it, or the folder that holds it, as --encoder-dir or in {PLACES} (its weights are"
-        " compared by their SHA-256)",
+        f"give it, or the folder that holds it, as --encoder-dir or in {PLACES}, or start the"
+        " command in the folder that holds it (its weights are compared by their SHA-256)",
     )
 
 
