@@ -3,6 +3,10 @@
 
 start=$SECONDS
 . launchers/_env.sh
+for word in "$@"; do
+    [[ $word == *=* ]] || mmldlm_fail "expected config overrides (key=value), found $word" \
+        "leave it out; the quickstart of images is: bash launchers/quickstart_images.sh"
+done
 mmldlm_leave_platform
 mmldlm_env quickstart eval
 installed=$SECONDS

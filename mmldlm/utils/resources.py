@@ -32,8 +32,9 @@ class Memory(NamedTuple):
 def release_freed_memory() -> None:
     """Return the memory that this process has freed to the system, which glibc's malloc keeps.
 
-    Batches of ever different sizes leave holes that the next ones do not fit: on a CPU, where
-    tensors lie in that heap, a run of 12 million parameters came to hold 4.3 GiB with 0.3 in use.
+    Batches of ever different sizes leave holes that the next ones do not fit. On a CPU, where
+    tensors lie in that heap, a run of 12 million parameters came to hold 4.3 GiB with 0.3 in use,
+    under the settings of malloc with which launchers/_quickstart.sh saves page faults.
     """
     with contextlib.suppress(AttributeError, OSError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

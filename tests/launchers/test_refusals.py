@@ -146,6 +146,13 @@ def test_an_environment_that_contradicts_itself_is_refused(venv, name, environme
     assert [word for word in words if word not in run.stderr] == [], run.stderr
 
 
+@pytest.mark.parametrize("name", ["quickstart.sh", "quickstart_images.sh"])
+def test_a_quickstart_refuses_other_words_than_overrides_before_it_installs(tmp_path, name):
+    done = script(tmp_path / "none", name, "optimizer.lr=1e-3", "images")
+    assert done.returncode == 2 and "found images" in done.stderr
+    assert done.stdout == "" and not (tmp_path / "none").exists()
+
+
 def test_in_a_pod_of_kubernetes_rank_and_world_size_number_nodes(venv):
     """kubeflow/trainer#1790; MM-LDLM's guide exported them so, too."""
     pod = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "n0"}
