@@ -119,7 +119,7 @@ def failed_rank_outcome(
                 for node, view in sorted(views.items())
                 if not view["ranks"] and not view["processes"]
             ]
-            reason = "its launcher ended before it started a rank"
+            reason = "its launcher ended before it started a rank, or never began"
             ended = [f"{node}: {reason}" for node in failed_nodes]
             sentence = join_some([sentence, *ended], 4, "; ")
         return Outcome(code, sentence, last_lines, failed_nodes)

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
+import time
 
 import _report
 import _runs
@@ -137,6 +139,31 @@ def test_ranks_end_with_the_launcher(tmp_path):
         os.kill(pid, 0)
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+def test_a_killed_benchmark_ends_its_ranks_and_no_others(tmp_path):
+    """It shares the server of this session, which it leaves with questions and without answers."""
+    script = tmp_path / "script.py"
+    script.write_text("import time\ntime.sleep(600)\n")
+    own = rank_server().start(1, [], script)
+    client = f"""
+import _runs, os, signal
+with _runs.RankServer({str(tmp_path / "ranks")!r}) as server:
+    print(server.start(1, [], _runs.Path({str(script)!r})).pids[0], flush=True)
+    server._socket.sendall(b'{{"poll": []}}\\n' * 100)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", client], cwd=ROOT / "benchmarks", stdout=subprocess.PIPE, text=True
+    )
+    pid = int(process.stdout.readline())
+    process.communicate()
+    assert process.returncode == -9
+    while os.path.exists(f"/proc/{pid}"):
+        time.sleep(0.05)
+    assert own.codes() == [None]
+    own.kill(0)
+    assert own.wait(60) == [-9]
 
 
 def test_memory_runs_on_a_cpu_and_claims_nothing_without_a_gpu(store, tmp_path):

@@ -187,7 +187,9 @@ def test_a_node_without_a_rank_is_excluded_and_not_the_one_that_waited_for_it():
     }
     outcome = failed_rank_outcome(views, {}, interrupted=False)
     assert outcome.failed_nodes == ["n1"] and outcome.code == 1
-    assert outcome.reason.endswith("; n1: its launcher ended before it started a rank")
+    assert outcome.reason.endswith(
+        "; n1: its launcher ended before it started a rank, or never began"
+    )
 
 
 def test_the_end_names_the_latest_checkpoint(tmp_path, capsys, monkeypatch):

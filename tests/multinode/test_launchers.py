@@ -13,8 +13,7 @@ TRAIN = str(ROOT / "mmldlm" / "train.py")
 PYTHON = sys.executable
 
 
-# The elastic story and chaos train with ZeRO-2 here.
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=LONG), 3])
+@pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeed_with_pdsh(cluster, store, folder, one_host, stage):
     hostfile = folder / "hostfile"
     hostfile.write_text(NODES)

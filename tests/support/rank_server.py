@@ -9,6 +9,7 @@ server (MMLDLM_RANK_SERVER).
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -241,7 +242,8 @@ def _start_server(address: str) -> subprocess.Popen:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    process.stdout.read(1)
+    if not process.stdout.read(1):
+        raise RuntimeError("the process that forks ranks did not start; its message is above")
     process.stdout.close()
     return process
 
@@ -271,7 +273,9 @@ def _serve(address: str) -> dict | None:
                 children[connection] = set()
                 selector.register(connection, selectors.EVENT_READ, connection.makefile())
                 continue
-            line = key.data.readline()
+            line = ""
+            with contextlib.suppress(ConnectionError):  # a killed client, as one that has left
+                line = key.data.readline()
             if not line:
                 selector.unregister(key.fileobj)
                 _end(children.pop(key.fileobj))
@@ -291,7 +295,8 @@ def _serve(address: str) -> dict | None:
                     return request
                 children[key.fileobj].add(pid)
                 answer = {"pid": pid}
-            key.fileobj.sendall(json.dumps(answer).encode() + b"\n")
+            with contextlib.suppress(ConnectionError):
+                key.fileobj.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _poll(pids: list[int], children: set[int]) -> dict[int, int | None]:

@@ -123,7 +123,7 @@ def line_plot(
     ends = [end for _, y, half in points for end in (y - half, y + half)]
     heights = [math.log10(end) if log_y else end for end in ends]
     y_marks = ticks(min(heights), max(heights))
-    y_texts = [f"{10**mark:.2g}" if log_y else f"{mark:g}" for mark in y_marks]
+    y_texts = [f"{10**mark:.3g}" if log_y else f"{mark:g}" for mark in y_marks]
     # Room for the longest value, at 7 units a character.
     left = max(46, 12 + 7 * max(map(len, y_texts)))
     top, width, height = 24, _WIDTH - left - _RIGHT, 200
