@@ -25,9 +25,12 @@ IMAGES = "images"
 SMALL = ["model.hidden_size=32", "model.n_blocks=2", "model.n_heads=2"]
 # Runs: preset, words.
 RUNS: dict[str, tuple[str, list[str]]] = {
-    "MMDiT": ("tiny", ["model.gradient_checkpointing=2", "model.dropout=0.1"]),
+    "MMDiT": (
+        "tiny",
+        ["model.gradient_checkpointing=2", "model.dropout=0.1", "logging.eval_samples=4"],
+    ),
     "bf16": ("tiny", ["training.dtype=bf16"]),
-    IMAGES: ("image_text_quick", []),
+    IMAGES: ("image_text_quick", ["logging.eval_samples=4"]),
     "Muon": ("tiny", ["optimizer.kind=muon", "model.tie_embeddings=true"]),
     "AR": ("ar", []),
     "latent DiT": ("latent_dit_adaln", []),
@@ -213,6 +216,7 @@ def train_twice(
                 f"logging.save_dir={folder}",
                 f"logging.run_name={name}",
                 "logging.plot=false",
+                "logging.eval_samples=0",  # some of RUNS draw them
                 "logging.layer_stats_freq=2",
                 "engine.kind=single",
                 "training.dtype=fp32",
