@@ -9,7 +9,6 @@ repository.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import json
@@ -35,9 +34,8 @@ from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.atomic_files import fsync_path
 from mmldlm.utils.formatting import describe_os_error, explain_os_error, format_bytes
 from mmldlm.utils.hub import MODEL_TYPE
-from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.json_files import read_json
-from mmldlm.utils.paths import lock_file
+from mmldlm.utils.paths import claimed_file
 
 TOKENIZER_FOLDER = "tokenizer"
 # Files of a tokenizer, where transformers looks for them: next to the weights.
@@ -182,7 +180,7 @@ def write_atomically(
         UserError: `out` cannot be written, or the disk has no space.
         MmldlmError: writing failed. In both cases, and if `write` raises, `out` is unchanged.
     """
-    with _only_writer(out):
+    with claimed_file(out, "OUT", "conversion"):
         check_target(origin, out, force)
         partial = partial_path(out)
         # The leftovers of an interrupted conversion; check_target has verified that it is nothing
@@ -215,47 +213,6 @@ def write_atomically(
             if isinstance(error, OSError):
                 raise MmldlmError(f"writing {out} failed: {explain_os_error(error)}") from error
             raise
-
-
-@contextlib.contextmanager
-def _only_writer(out: Path) -> Iterator[None]:
-    """Hold the lock of an output: a file beside it that names this process. A killed holder leaves
-    no lock.
-
-    Raises:
-        UserError: another process holds it, or the folder of `out` is not writable.
-    """
-    path = out.with_name(f".{out.name}.lock")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        file = open(lock_file(path), "r+b", buffering=0)
-    except BlockingIOError:
-        raise UserError(
-            f"no other conversion at work on {out}",
-            f"{_holder_of(path)} writes it and holds {path}",
-            "wait for it, stop it, or give another folder",
-        ) from None
-    except OSError as error:
-        # The check of free space comes later: it would report /proc as full.
-        raise _unwritable(path, error) from error
-    with file:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}".encode())
-        file.flush()
-        try:
-            yield
-        finally:
-            # The file goes before the lock ends, so that whoever waits for it sees that it is
-            # gone.
-            path.unlink(missing_ok=True)
-
-
-def _holder_of(path: Path) -> str:
-    try:
-        text = read_bytes(path, 1024).decode()
-    except (OSError, ValueError):
-        text = ""
-    return text if text.isprintable() and text else "another process"
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

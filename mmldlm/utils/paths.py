@@ -18,6 +18,7 @@ from pathlib import Path
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.atomic_files import fsync_path, naming_errors
 from mmldlm.utils.formatting import describe_os_error, join_some
+from mmldlm.utils.input_files import read_bytes
 
 _LOCK = ".mmldlm-output.lock"
 
@@ -97,13 +98,16 @@ def check_writable_file(path: str | os.PathLike, option: str) -> Path:
 
 
 @contextlib.contextmanager
-def claimed_file(path: str | os.PathLike | None, option: str) -> Iterator[None]:
+def claimed_file(
+    path: str | os.PathLike | None, option: str, work: str = "call"
+) -> Iterator[None]:
     """Check that a file (or a folder that does not exist yet) can be written, and keep other calls
-    from it meanwhile.
+    from it meanwhile. A killed call keeps nobody from it.
 
     Args:
         path: None claims nothing.
         option: Option that named it, for the error.
+        work: What the others do with it, for the error.
 
     Raises:
         UserError: it cannot be written, or another call is writing it.
@@ -115,7 +119,7 @@ def claimed_file(path: str | os.PathLike | None, option: str) -> Iterator[None]:
     name = os.fsencode(target.name)
     if len(name) > _MAX_PART_BYTES - len("..lock"):
         name = hashlib.sha256(name).hexdigest().encode()
-    with _held_lock(target.with_name(f".{os.fsdecode(name)}.lock"), path, option):
+    with _held_lock(target.with_name(f".{os.fsdecode(name)}.lock"), path, option, work):
         yield
 
 
@@ -127,7 +131,7 @@ def claimed_folder(path: Path, option: str) -> Iterator[None]:
     Raises:
         UserError: it cannot be made, or another call is writing into it.
     """
-    with _held_lock(path / _LOCK, path, option):
+    with _held_lock(path / _LOCK, path, option, "call"):
         yield
 
 
@@ -200,24 +204,29 @@ def _rename_to_new(source: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _held_lock(lock: Path, path: str | os.PathLike, option: str) -> Iterator[None]:
+def _held_lock(lock: Path, path: str | os.PathLike, option: str, work: str) -> Iterator[None]:
     created = [part for part in lock.parents if not part.exists()]
     descriptor = None
     try:
         try:
             _make_folder(lock.parent)
-            descriptor = lock_file(lock)
+            descriptor = _lock_file(lock)
         except BlockingIOError:
             raise UserError(
-                f"a path for {option} that no other call is writing",
-                f"{path}: another call is at work on it ({lock})",
-                "wait for it, or give another path",
+                f"no other {work} at work on {path} ({option})",
+                f"another {work} is at work on it: {_holder_of(lock)} holds {lock}",
+                "wait for it, stop it, or give another path",
             ) from None
         except OSError as error:
             raise _cannot_write(path, option, error) from error
         try:
+            with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+                os.truncate(descriptor, 0)
+                os.write(descriptor, f"process {os.getpid()} on {os.uname().nodename}".encode())
             yield
         finally:
+            # The file goes before the lock ends, so that whoever waits for it sees that it is
+            # gone.
             lock.unlink(missing_ok=True)
     finally:
         if descriptor is not None:
@@ -227,7 +236,15 @@ def _held_lock(lock: Path, path: str | os.PathLike, option: str) -> Iterator[Non
                 part.rmdir()
 
 
-def lock_file(path: Path) -> int:
+def _holder_of(lock: Path) -> str:
+    try:
+        text = read_bytes(lock, 1024).decode()
+    except (OSError, ValueError):
+        text = ""
+    return text if text.isprintable() and text else "a process"
+
+
+def _lock_file(path: Path) -> int:
     """Create and lock a file, and return its descriptor; the lock ends with the process at the
     latest.
 
