@@ -94,7 +94,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run `mmldlm pack`; return the exit code."""
-    from mmldlm.data.sample_folders import PackOptions, pack
+    from mmldlm.data.pack import PackOptions, pack
 
     names = PackOptions.__dataclass_fields__
     with claimed_file(args.output_dir, "--output-dir"), naming_errors(args.output_dir):

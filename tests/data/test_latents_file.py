@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from mmldlm.data import sample_folders
-from mmldlm.data.sample_folders import PackOptions
+from mmldlm.data import pack as packing
+from mmldlm.data.pack import PackOptions
 from mmldlm.data.store import SPLITS, Store
 from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
@@ -36,7 +36,7 @@ def pack(tmp_path):
     """Pack two files; return text -> latents of the store."""
 
     def call(source, latents, **options):
-        root = sample_folders.pack(
+        root = packing.pack(
             PackOptions(
                 str(source), str(tmp_path / "s"), latents=latents and str(latents), **options
             )

@@ -559,7 +559,7 @@ def _text_file(folder: Path) -> Any:
 
 def _sample_files(folder: Path) -> Any:
     """Pack a folder with a file for each text and each latent."""
-    from mmldlm.data.sample_folders import PackOptions, pack
+    from mmldlm.data.pack import PackOptions, pack
     from mmldlm.data.store import Store
 
     with _output(folder) as out, contextlib.redirect_stdout(io.StringIO()):

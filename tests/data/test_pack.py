@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from mmldlm.commands import pack
-from mmldlm.data import sample_folders
+from mmldlm.data import pack as packing
+from mmldlm.data.pack import PackOptions
 from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.pipeline import prepare
-from mmldlm.data.sample_folders import PackOptions
 from mmldlm.data.store import Store
 from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
@@ -55,7 +55,7 @@ def test_the_files_layout_is_mm_ldlms_and_packs_to_the_same_store(files, made_st
     for record in records:
         assert (files / record["text_path"]).read_text() == record["text"]
         assert np.load(files / record["latent_path"]).shape == (384,)
-    root = sample_folders.pack(PackOptions(str(files), str(tmp_path / "s")))
+    root = packing.pack(PackOptions(str(files), str(tmp_path / "s")))
     assert _arrays(root) == _arrays(made_store) and verify(root) == []
     manifest, known = Store(root).manifest, Store(made_store).manifest
     assert (
@@ -77,7 +77,7 @@ def test_a_latent_that_the_list_forgot_is_counted(files, tmp_path):
     shutil.copytree(files, tmp_path / "files")
     np.save(tmp_path / "files" / "latents" / "train" / "forgotten.npy", np.ones(384, np.float32))
     corpus = Store(
-        sample_folders.pack(PackOptions(str(tmp_path / "files"), str(tmp_path / "s")))
+        packing.pack(PackOptions(str(tmp_path / "files"), str(tmp_path / "s")))
     ).manifest["corpus"]
     assert (
         corpus["read"] == 49 and corpus["kept"] == 48 and corpus["dropped"] == {"not_in_json": 1}
@@ -112,7 +112,7 @@ def test_every_file_is_accounted_for(sentences, tmp_path):
     _write(folder, "lonely_latent", None, unit)
     _write(folder, "broken", "Its latent is cut off.", unit)
     (folder / "latents" / "train" / "broken.npy").write_bytes(b"\x93NUMPY")
-    root = sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s"), validation_samples=4))
+    root = packing.pack(PackOptions(str(folder), str(tmp_path / "s"), validation_samples=4))
     corpus = Store(root).manifest["corpus"]
     assert corpus["dropped"] == {
         "duplicate": 1,
@@ -156,7 +156,7 @@ def test_files_that_lie_or_never_end_are_counted(sentences, tmp_path):
     np.save(latents / "endless_text.npy", np.ones(8, np.float32))
     (folder / "texts" / "train" / "endless_text.txt").unlink()
     os.mkfifo(folder / "texts" / "train" / "endless_text.txt")
-    root = sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s"), validation_samples=4))
+    root = packing.pack(PackOptions(str(folder), str(tmp_path / "s"), validation_samples=4))
     corpus = Store(root).manifest["corpus"]
     assert corpus["dropped"] == {
         "latent_of_another_dimension": 1,
@@ -182,7 +182,7 @@ def test_tokens_that_unpack_to_gigabytes_are_counted(sentences, tmp_path):
         attention_mask=np.zeros(1),
     )
     (folder / "x6_tokens.npz").write_bytes(b"PK\x03\x04 no archive")
-    root = sample_folders.pack(
+    root = packing.pack(
         PackOptions(str(folder), str(tmp_path / "s"), tokenizer="minilm", validation_samples=2)
     )
     assert Store(root).manifest["corpus"]["dropped"] == {"unreadable_text": 2}
@@ -204,8 +204,8 @@ def test_pairs_of_tokens_and_latents(sentences, tmp_path):
             np.random.default_rng(number).normal(size=8).astype(np.float32),
         )
     with pytest.raises(UserError, match="--tokenizer NAME"):
-        sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s")))
-    root = sample_folders.pack(
+        packing.pack(PackOptions(str(folder), str(tmp_path / "s")))
+    root = packing.pack(
         PackOptions(str(folder), str(tmp_path / "s"), tokenizer="minilm", validation_samples=6)
     )
     store = Store(root)
@@ -226,29 +226,29 @@ def test_a_validation_split_never_shares_a_text_with_train(sentences, tmp_path):
     for number, text in enumerate([sentences[0].lower(), sentences[1], "A sentence of its own."]):
         (folder / "texts" / "validation" / f"v{number}.txt").write_text(text)
         np.save(folder / "latents" / "validation" / f"v{number}.npy", np.ones(4, np.float32))
-    root = sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s")))
+    root = packing.pack(PackOptions(str(folder), str(tmp_path / "s")))
     assert len(Store(root, "validation")) == 3 and _texts(root, "train") == sentences[2:10]
     assert Store(root).manifest["corpus"]["dropped"] == {"in_validation": 2} and verify(root) == []
 
 
 def test_what_cannot_be_packed_is_refused(sentences, tmp_path):
     with pytest.raises(UserError, match="not a folder"):
-        sample_folders.pack(PackOptions(str(tmp_path / "none"), str(tmp_path / "s")))
+        packing.pack(PackOptions(str(tmp_path / "none"), str(tmp_path / "s")))
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("x")
     with pytest.raises(UserError, match="thesis.tex"):
-        sample_folders.pack(PackOptions(str(tmp_path / "other"), str(tmp_path / "s")))
+        packing.pack(PackOptions(str(tmp_path / "other"), str(tmp_path / "s")))
     folder = tmp_path / "files"
     for number in range(4):
         _write(folder, f"t{number}", sentences[number], np.ones(4 + number % 2, np.float32))
     with pytest.raises(UserError, match="2 of 4, 2 of 5"):
-        sample_folders.pack(PackOptions(str(folder), str(tmp_path / "s")))
+        packing.pack(PackOptions(str(folder), str(tmp_path / "s")))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "other"]
 
 
 def test_the_verb(files, tmp_path, capsys, monkeypatch):
     clock = iter([100.0, 136.2])
-    monkeypatch.setattr(sample_folders, "time", SimpleNamespace(perf_counter=clock.__next__))
+    monkeypatch.setattr(packing, "time", SimpleNamespace(perf_counter=clock.__next__))
     parser = argparse.ArgumentParser()
     pack.add_arguments(parser)
     assert pack.main(parser.parse_args([str(files), "--output-dir", str(tmp_path / "s")])) == 0
