@@ -4,6 +4,7 @@ written.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from importlib import metadata
@@ -244,6 +245,7 @@ def write_metadata(path: Path, training_state: str, files_to_keep: dict[str, byt
     return [path / name for name in contents]
 
 
+@functools.cache  # 4 ms each, in every save; and what is loaded stays when a package is updated
 def package_version(package: str) -> str:
     """Return the version of an installed package, "not installed" for any other."""
     try:
