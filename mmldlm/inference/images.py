@@ -82,11 +82,14 @@ def make_images(
         progress=progress,
         **options,
     )
-    latents, finished = finished_part(call)
-    images = codec_of(pretrained).decode(latents.numpy())
-    if finished is not None:
-        raise SamplingInterrupted(finished, (latents.numpy(), images))
-    return latents.numpy(), images
+    drawn, finished = finished_part(call)
+    latents, codec = drawn.numpy(), codec_of(pretrained)
+    if finished is None:
+        return latents, codec.decode(latents)
+    decoded = codec.decode(latents[finished])  # the others would keep the user waiting
+    images = np.zeros((len(latents), *decoded.shape[1:]), decoded.dtype)
+    images[finished] = decoded
+    raise SamplingInterrupted(finished, (latents, images))
 
 
 def open_image_store(root: str, codec: ImageCodec) -> Store:

@@ -21,9 +21,11 @@ from mmldlm.data.prepare.options import ImageOptions
 from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
+from mmldlm.inference.images import make_images
 from mmldlm.inference.inputs import encode_texts
 from mmldlm.inference.load import load_pretrained
 from mmldlm.sampling.decoding import most_probable_lengths
+from mmldlm.sampling.records import SamplingInterrupted
 from mmldlm.tasks.registry import load_config
 from mmldlm.train import check_run, train
 from tests.support.image_store import make_image_store
@@ -435,3 +437,33 @@ def test_an_evaluation_measures_both_directions(model, tmp_path, capsys):
     assert not by_weights & set(details["untrained"])
     assert "FID of n = 20 images, below 5000" in capsys.readouterr().out.replace("\n", " ")
     assert page.read_text().count("data:image/png;base64,") >= 18
+
+
+def test_an_interrupt_turns_no_unfinished_latent_into_an_image(model, monkeypatch):
+    """Pixels of a thousand images take minutes of an autoencoder."""
+    pretrained, decoded = load_pretrained(model / "model"), []
+    captions = [[5, 6, 7][: 1 + row % 3] for row in range(9)]
+
+    def make(**options):
+        return make_images(pretrained, captions, steps=2, batch_tokens=100, **options)
+
+    reports = []
+    latents, images = make(progress=lambda *report: reports.append(report))
+    decode = ImageCodec.decode
+    monkeypatch.setattr(
+        ImageCodec, "decode", lambda codec, rows: decoded.append(len(rows)) or decode(codec, rows)
+    )
+    left = len(reports) - 1
+
+    def stop(*report):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(SamplingInterrupted) as caught:
+        make(progress=stop)
+    rows = caught.value.rows
+    assert 0 < len(rows) < len(captions) and decoded == [len(rows)]
+    for whole, part in zip((latents, images), caught.value.result, strict=True):
+        np.testing.assert_array_equal(part[rows], whole[rows])
