@@ -59,8 +59,7 @@ class Fault:
     moments: tuple[str, ...] = ANY
 
 
-# -- processes that are killed
-# -----------------------------------------------------------------------------------------
+# -- processes that are killed --------------------------------------------------------------------
 
 
 def _any_host(training: Training, rng: random.Random) -> Host:
@@ -126,8 +125,7 @@ def _kill_head(training: Training, rng: random.Random, moment: str) -> Struck:
     return struck
 
 
-# -- processes that are stopped and continued
-# --------------------------------------------------------------------------
+# -- processes that are stopped and continued -----------------------------------------------------
 
 
 def _stop_for(part: str, shortest: float, longest: float) -> Callable:
@@ -180,8 +178,7 @@ def _stop_head_for_long(training: Training, rng: random.Random, moment: str) -> 
     return struck
 
 
-# -- the network
-# -------------------------------------------------------------------------------------------------
+# -- the network ----------------------------------------------------------------------------------
 
 
 def _cut_for_a_moment(training: Training, rng: random.Random, moment: str) -> Struck:
@@ -207,8 +204,7 @@ def _cut_until_lost(training: Training, rng: random.Random, moment: str) -> Stru
     )
 
 
-# -- the checkpoint folder
-# ---------------------------------------------------------------------------------------------
+# -- the checkpoint folder ------------------------------------------------------------------------
 
 
 def _until_a_save_fails(
@@ -251,7 +247,8 @@ def _filled(folder: Path, room: int):
             with (
                 contextlib.suppress(OSError),
                 open(ballast, "ab") as file,
-            ):  # a save may take it at the same time
+            ):
+                # A save may take it at the same time.
                 os.posix_fallocate(file.fileno(), file.tell(), spare)
 
     try:
@@ -314,8 +311,7 @@ def _vanished_folder(training: Training, rng: random.Random, moment: str) -> Str
     return _until_a_save_fails(training, struck, _hidden(hosts, training.checkpoints))
 
 
-# -- samples, launches, signals
-# ----------------------------------------------------------------------------------------
+# -- samples, launches, signals -------------------------------------------------------------------
 
 
 def _wait_for_nan_sample(training: Training, rng: random.Random, moment: str) -> Struck:

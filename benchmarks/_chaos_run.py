@@ -23,9 +23,8 @@ import _runs
 from tests.support.launch_faults import start as start_launch
 from tests.support.virtual_cluster import Host, VirtualCluster, end
 
-ENGINE_TIMEOUT = (
-    20.0  # engine.collective_timeout: a rank that stands still is noticed after so many seconds
-)
+# engine.collective_timeout: a rank that stands still is noticed after so many seconds.
+ENGINE_TIMEOUT = 20.0
 SAVE_FREQ, EVAL_FREQ = 20, 50
 RETRIES = 4
 LONGEST_RUN = 1_000_000  # steps; the last start of all names the real end
@@ -44,13 +43,13 @@ PARTS = {
     "agent": ("python", "mmldlm.launch.node_agent import main"),
     "session of the watcher": ("ssh", "mmldlm.launch.node_agent import main"),
 }
-_FIRST_WORDS = (
-    4  # `python -u -m MODULE`, `python -u SCRIPT`, `python -c TEXT`: the rest is passed on
-)
+# `python -u -m MODULE`, `python -u SCRIPT`, `python -c TEXT`: the rest is passed on.
+_FIRST_WORDS = 4
+# Show the folder of their run; the others are not struck while two launches run.
 _MARKED = (
     "rank",
     "head",
-)  # show the folder of their run; the others are not struck while two launches run
+)
 
 
 def words(*more: str) -> list[str]:
@@ -133,8 +132,7 @@ class Training:
         self.num_steps = LONGEST_RUN
         self.nan_rows: frozenset[int] = frozenset()  # of the store's training samples
 
-    # -- as its user
-    # ---------------------------------------------------------------------------------------------
+    # -- as its user ------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Start the launch with the same command each time; only the last one sets the number of
@@ -163,8 +161,7 @@ class Training:
             for part in ("launcher", "launcher of a node", "wrapper of a rank", "rank"):
                 self.signal(host, part, signal.SIGKILL)
 
-    # -- what it shows
-    # ---------------------------------------------------------------------------------------------
+    # -- what it shows ----------------------------------------------------------------------------
 
     def ends(self) -> list[End]:
         """Ends of all attempts so far."""
@@ -211,8 +208,7 @@ class Training:
         """Whether a checkpoint is being written."""
         return any(self.checkpoints.glob(".partial_step_*"))
 
-    # -- its processes
-    # ---------------------------------------------------------------------------------------------
+    # -- its processes ----------------------------------------------------------------------------
 
     def pids(self, host: Host, part: str, folder: Path | None = None) -> list[int]:
         """Processes of a part of the launch on a host, seen from outside of it.
@@ -239,9 +235,8 @@ class Training:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
-        if (
-            part == "head" and number == signal.SIGCONT
-        ):  # nsenter stops itself when its child stops
+        if part == "head" and number == signal.SIGCONT:
+            # nsenter stops itself when its child stops.
             self.launch.process.send_signal(number)
         return len(pids)
 

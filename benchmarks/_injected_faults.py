@@ -35,10 +35,11 @@ SKIPPED, LEFT_OUT, ROLLED_BACK, UNHARMED, ENDED = (
     "ended",
 )
 NOT_SAVED = "not saved"
+# With exit code 4 on every rank; from the checkpoint before a wrong one.
 STOPPED, RESUMED = (
     "stopped",
     "resumed",
-)  # with exit code 4 on every rank; from the checkpoint before a wrong one
+)
 
 
 def rank() -> int:
@@ -194,8 +195,7 @@ def on_rank_1(act: Callable[[], None], undo: Callable[[], None] | None = None):
         yield
 
 
-# -- faults of saving
-# -------------------------------------------------------------------------------------------------
+# -- faults of saving -----------------------------------------------------------------------------
 
 
 def own_folder() -> Path:

@@ -74,9 +74,8 @@ class Batch:
         self.attention_mask = real.to(device)
         self.positions = masked.flatten().nonzero()[:, 0].to(device)
         self.targets = clean.flatten()[self.positions.cpu()].to(device)
-        self.labels = clean.masked_fill(~masked, -100).to(
-            device
-        )  # what a dense head is scored with
+        # What a dense head is scored with.
+        self.labels = clean.masked_fill(~masked, -100).to(device)
         self.lengths = lengths.to(device)
         self.text_t = torch.rand(shape.batch, generator=generator).clamp(0.1, 1).to(device)
         self.latent_t = torch.rand(shape.batch, generator=generator).clamp(0.1, 1).to(device)
@@ -211,9 +210,8 @@ class Ours(Variant):
 
         weights = list(self.model.parameters())
         if self.masters:
-            for (
-                master
-            ) in self.masters:  # memory of gradients is taken once, as ZeRO takes its partition's
+            for master in self.masters:
+                # Memory of gradients is taken once, as ZeRO takes its partition's.
                 master.grad = torch.empty_like(master) if master.grad is None else master.grad
             torch._foreach_copy_(
                 [master.grad for master in self.masters], [weight.grad for weight in weights]

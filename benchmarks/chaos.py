@@ -76,9 +76,8 @@ from _chaos_run import (  # noqa: E402
 
 from tests.support.virtual_cluster import VirtualCluster, reason_to_skip  # noqa: E402
 
-IDLE_LIMIT = (
-    3 * ENGINE_TIMEOUT + 60
-)  # seconds without any sign: a first step may take three times engine.collective_timeout
+# Seconds without any sign: a first step may take three times engine.collective_timeout.
+IDLE_LIMIT = 3 * ENGINE_TIMEOUT + 60
 START_LIMIT = 120.0  # seconds from the command to the first step, on a busy machine
 DISK = 320  # MiB of the checkpoint folder: six checkpoints
 CONTINUED = "continued"
@@ -207,8 +206,7 @@ class Chaos:
             wait(lambda: training.last_step() % EVAL_FREQ == 0, IDLE_LIMIT, pause=0.01)
         time.sleep(self.rng.uniform(0, 0.5))
 
-    # -- the recovery
-    # ---------------------------------------------------------------------------------------------
+    # -- the recovery -----------------------------------------------------------------------------
 
     def wait_for_recovery(
         self, struck: Struck, before: Snapshot, row: Row, then_start: bool
@@ -287,8 +285,7 @@ class Chaos:
         started = len(self.training.starts())
         wait(lambda: len(self.training.starts()) > started, START_LIMIT)
 
-    # -- what is right
-    # ---------------------------------------------------------------------------------------------
+    # -- what is right ----------------------------------------------------------------------------
 
     def count_lost_steps(self, row: Row) -> None:
         """Count the steps that restarts repeat, and those above the promise."""

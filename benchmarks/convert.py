@@ -118,8 +118,7 @@ def convert(source: Path, out: Path) -> list[str]:
     return python("-m", "mmldlm.cli", "convert", source, out, "--force")
 
 
-# -- speed and memory
-# -------------------------------------------------------------------------------------------------
+# -- speed and memory -----------------------------------------------------------------------------
 
 
 def tools(name: str, folder: Path, scratch: Path) -> dict[str, tuple[list[str], Path]]:
@@ -264,8 +263,7 @@ def measure_large(
     )
 
 
-# -- exactness
-# -------------------------------------------------------------------------------------------------
+# -- exactness ------------------------------------------------------------------------------------
 
 
 def judge(jobs: list[tuple[Path, Path, bool]], scratch: Path) -> tuple[int, int]:
@@ -367,8 +365,7 @@ def compare_round_trips(folder: Path, scratch: Path) -> tuple[int, int]:
     return equal + differing + absent + 1, differing + absent + (not goes_on)
 
 
-# -- fuzz
-# -------------------------------------------------------------------------------------------------
+# -- fuzz -----------------------------------------------------------------------------------------
 
 
 class _Hostile:
@@ -663,8 +660,7 @@ def _weights(out: Path) -> tuple[str, bytes]:
     return json.dumps(header, sort_keys=True), data[8 + length :]
 
 
-# -- the whole
-# -------------------------------------------------------------------------------------------------
+# -- the whole ------------------------------------------------------------------------------------
 
 
 def main() -> int:

@@ -68,8 +68,7 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
 
 
-# -- the layouts
-# -------------------------------------------------------------------------------------------------
+# -- the layouts ----------------------------------------------------------------------------------
 
 
 def real_texts(corpus: str | None, num: int) -> list[str]:
@@ -193,8 +192,7 @@ def write_rows(root: Path, rows: int) -> None:
     write_store(root, {"train": blocks(rows), "validation": blocks(1000)}, identity, ROW_DIM)
 
 
-# -- reading them, each in its own process
-# -----------------------------------------------------------------------
+# -- reading them, each in its own process --------------------------------------------------------
 
 
 def read_seed(folder: Path):

@@ -41,15 +41,15 @@ ENGINES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 WORLD_SIZE = 2
 SAVE_FREQ = 5
 MOST_STEPS = 8  # of a life, before it is killed
-MARGIN = (
-    20  # steps before the end, where a life is killed in any case: a run that is done cannot be
-)
+# Steps before the end, where a life is killed in any case: a run that is done cannot be.
+MARGIN = 20
 NUM_SAMPLES = 41  # six global batches of eight an epoch, the last one of a single sample
 TIMEOUT, PEER_LIMIT = 60.0, 90.0  # seconds: engine.collective_timeout; what a peer may take to end
+# Seconds of a life on a busy machine, and of the last one to the run's end.
 LIFE_LIMIT, LAST_LIMIT = (
     300.0,
     3600.0,
-)  # seconds of a life on a busy machine, and of the last one to the run's end
+)
 AT_A_TIME = 3
 
 

@@ -147,9 +147,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         corpus = Path(folder, "corpus.txt")
         lines = list(dict.fromkeys(texts(args.corpus)))[:num_texts]
-        corpus.write_text(
-            "\n".join([*lines, *lines[:50]]) + "\n", encoding="utf-8"
-        )  # some of them twice
+        # Some of them twice.
+        corpus.write_text("\n".join([*lines, *lines[:50]]) + "\n", encoding="utf-8")
         options = [
             "--overlong",
             "chunk",
@@ -184,9 +183,8 @@ def main() -> int:
                 )
                 num_done, num_launches = num_done + was_killed, num_launches + 1
                 print(f"launch {num_launches:2}, {ranks} rank(s): {outcome}", flush=True)
-                if (
-                    not was_killed and killed.exists()
-                ):  # complete before all kills: start from scratch
+                if not was_killed and killed.exists():
+                    # Complete before all kills: start from scratch.
                     compare(quiet, killed)
                     subprocess.run(["rm", "-r", str(killed)], check=True)
             last = command(corpus, killed, MAX_RANKS, options)

@@ -94,8 +94,7 @@ def pairs_of(quick: bool) -> list[tuple[str, Place, Place]]:
     return list(dict.fromkeys(pairs))
 
 
-# -- in the ranks
-# -------------------------------------------------------------------------------------------------
+# -- in the ranks ---------------------------------------------------------------------------------
 
 
 def held(engine, average) -> dict[str, tuple[int, object]]:
@@ -283,8 +282,7 @@ def rank_main(kind: str, folder: str, report: str, words: list[str]) -> None:
     exit_without_teardown(product.main(words))
 
 
-# -- the whole
-# -------------------------------------------------------------------------------------------------
+# -- the whole ------------------------------------------------------------------------------------
 
 
 class Matrix:
@@ -358,9 +356,8 @@ class Matrix:
             line += f"  {len(differing)} differ: {', '.join(differing[:3])}"
         if any(codes):
             line += f"\nended with {codes}:\n{ranks.output()}"
-        shutil.rmtree(
-            self.folder / name, ignore_errors=True
-        )  # 150 checkpoints would need gigabytes
+        # 150 checkpoints would need gigabytes.
+        shutil.rmtree(self.folder / name, ignore_errors=True)
         return equal, goes_on, line
 
 

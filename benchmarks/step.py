@@ -81,8 +81,7 @@ TINY = Shape("depth 24", depth=24, width=64, length=8, batch=2, vocab=1000, late
 PEERS = ("mmldlm_wiring", "sd3_blocks")
 
 
-# -- time
-# -------------------------------------------------------------------------------------------------
+# -- time -----------------------------------------------------------------------------------------
 
 
 def measure(
@@ -132,8 +131,7 @@ def show(shape: Shape, dtype: str, times: dict[str, dict[str, float]]) -> None:
         )
 
 
-# -- counts
-# -------------------------------------------------------------------------------------------------
+# -- counts ---------------------------------------------------------------------------------------
 
 
 class CountOps(TorchDispatchMode):
@@ -227,8 +225,7 @@ def flop_error(shape: Shape) -> float:
     return abs(found.training / counter.get_total_flops() - 1)
 
 
-# -- memory
-# -------------------------------------------------------------------------------------------------
+# -- memory ---------------------------------------------------------------------------------------
 
 
 def step_memory(name: str, shape: Shape) -> float:
@@ -279,17 +276,15 @@ def print_memory(name: str, shape: Shape) -> None:
     variant.forward_backward()  # libraries are loaded, thread pools made
     del variant
     variant = build(name, shape, torch.float32)
-    ctypes.CDLL(None).malloc_trim(
-        0
-    )  # freed pages that malloc still holds would hide a part of the step's
+    # Freed pages that malloc still holds would hide a part of the step's.
+    ctypes.CDLL(None).malloc_trim(0)
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     variant.forward_backward()
     print(status("VmHWM") - before)
 
 
-# -- the claims
-# -------------------------------------------------------------------------------------------------
+# -- the claims -----------------------------------------------------------------------------------
 
 
 def cpu_claims(args) -> tuple[list[dict], dict]:
@@ -339,9 +334,8 @@ def cpu_claims(args) -> tuple[list[dict], dict]:
         _report.claim("step_memory_ratio_mmldlm_padded", ratio, "<=", 0.25, measured=True)
     )
     claims.append(memory_claim((dense[0],) if args.quick else (dense[0], *NARROW_IMAGES)))
-    counted = (
-        ("ours",) if args.quick else ("ours", *PEERS)
-    )  # the peers' many operations take a minute to count
+    # The peers' many operations take a minute to count.
+    counted = ("ours",) if args.quick else ("ours", *PEERS)
     ops = {name: count_ops(build(name, TINY, torch.float32), True) for name in counted}
     ops["ours without QK norm"] = count_ops(Ours(TINY, torch.float32, qk_rmsnorm=False), True)
     print(f"aten operations of a step, {TINY.name}: " + named(ops, "d"))
@@ -378,8 +372,7 @@ def named(values: dict, form: str) -> str:
     return ", ".join(f"{name} {value:{form}}" for name, value in values.items())
 
 
-# -- images
-# -------------------------------------------------------------------------------------------------
+# -- images ---------------------------------------------------------------------------------------
 
 
 def image_claims(args) -> tuple[list[dict], dict]:
@@ -418,8 +411,7 @@ def image_claims(args) -> tuple[list[dict], dict]:
     return claims, {"image_rows": rows, "image_time_per_flop": dict(zip(args.dtypes, ratios))}
 
 
-# -- growth
-# -------------------------------------------------------------------------------------------------
+# -- growth ---------------------------------------------------------------------------------------
 
 
 def growth(args) -> tuple[list[dict], dict]:
@@ -458,8 +450,7 @@ def growth(args) -> tuple[list[dict], dict]:
     return claims, {"growth": rows}
 
 
-# -- checkpointing
-# -------------------------------------------------------------------------------------------------
+# -- checkpointing --------------------------------------------------------------------------------
 
 
 def checkpointing(args) -> tuple[list[dict], dict]:
@@ -493,8 +484,7 @@ def checkpointing(args) -> tuple[list[dict], dict]:
     return claims, {"checkpointing": rows}
 
 
-# -- one GPU
-# -------------------------------------------------------------------------------------------------
+# -- one GPU --------------------------------------------------------------------------------------
 
 
 def gpu_claims(args) -> tuple[list[dict], dict]:

@@ -303,20 +303,17 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:  # its message says how to resume, if the command can
         print(": ".join(["interrupted", *map(str, error.args)]), file=sys.stderr)
         return EXIT_INTERRUPTED if error.args else EXIT_FAILED
-    except (
-        OSError
-    ) as error:  # an unexpected path or disk error: its message suffices, without a traceback
+    except OSError as error:
+        # An unexpected path or disk error: its message suffices, without a traceback.
         if isinstance(error, BrokenPipeError) and _stdout_closed():
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # for the interpreter's flush at exit
+            # For the interpreter's flush at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return EXIT_FAILED
         print(f"error: {explain_os_error(error)}", file=sys.stderr)
         return EXIT_FAILED
     except Exception as error:
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(
-            error
-        ):  # NumPy's, and torch's on a CPU
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            # NumPy's, and torch's on a CPU.
             print(
                 f"error: not enough memory: {first_line(error)}; ask for less at once",
                 file=sys.stderr,

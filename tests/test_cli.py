@@ -86,7 +86,8 @@ def test_outputs_are_tried_and_not_changed(tmp_path):
     for bad in (
         tmp_path,
         "/dev/null",
-    ):  # a report that replaced /dev/null would cost more than itself
+    ):
+        # A report that replaced /dev/null would cost more than itself.
         with pytest.raises(UserError, match="a file to write"):
             check_writable_file(bad, "--json")
 
@@ -113,10 +114,11 @@ def test_a_long_error_is_folded_for_a_terminal_alone(monkeypatch):
             "error: /x/y: No space left on device; free some space",
         ),
         (OSError("cannot load"), "error: cannot load\n"),
+        # Not that of the reader: not quiet.
         (
             BrokenPipeError(errno.EPIPE, "Broken pipe"),
             "error: Broken pipe\n",
-        ),  # not that of the reader: not quiet
+        ),
     ],
 )
 def test_an_unforeseen_os_error_is_one_line(error, said, monkeypatch, capsys):

@@ -20,8 +20,7 @@ from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.paths import path_inside
 from mmldlm.utils.run_files import CONFIG, LAST_BEST, LATEST
 
-# -- Names
-# -------------------------------------------------------------------------------------------------
+# -- Names ----------------------------------------------------------------------------------------
 
 # A run
 LINKS = (LATEST, LAST_BEST)
@@ -74,8 +73,7 @@ TARGETS = ("safetensors", "model.pt", "dcp", "universal", "zero1", "zero2", "zer
 EXPORTS = ("safetensors", "model.pt")
 
 
-# -- The manifest
-# -------------------------------------------------------------------------------------------------
+# -- The manifest ---------------------------------------------------------------------------------
 
 FORMAT = "mmldlm-checkpoint"
 VERSION = 1

@@ -195,8 +195,7 @@ def _limits(config: Mapping[str, Any]) -> str:
     return "\n".join(f"- {limit}" for limit in limits)
 
 
-# -- what is recorded
-# -------------------------------------------------------------------------------------------------
+# -- what is recorded -----------------------------------------------------------------------------
 
 
 def _state(opened: OpenedCheckpoint) -> dict[str, int]:
@@ -227,8 +226,7 @@ def _is_sampled(config: Mapping[str, Any]) -> bool:
     return config.get("task", DEFAULT_TASK) in TASK_NAMES
 
 
-# -- Markdown
-# -------------------------------------------------------------------------------------------------
+# -- Markdown -------------------------------------------------------------------------------------
 
 
 def _words(value: Any) -> str:

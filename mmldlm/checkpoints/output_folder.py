@@ -290,8 +290,7 @@ def sync_file_system(folder: Path) -> bool:
     return True
 
 
-# -- Copies of small files
-# -------------------------------------------------------------------------------------------------
+# -- Copies of small files ------------------------------------------------------------------------
 
 
 def check_links(opened: OpenedCheckpoint) -> None:
@@ -401,8 +400,7 @@ def _unusable(path: Path, found: str) -> UserError:
     return UserError(f"a regular file, or a link to one, at {path}", found, fix)
 
 
-# -- config.json and the tokenizer
-# -------------------------------------------------------------------------------------------------
+# -- config.json and the tokenizer ----------------------------------------------------------------
 
 
 def copy_tokenizer_files(opened: OpenedCheckpoint, dtype: str | None, folder: Path) -> list[str]:

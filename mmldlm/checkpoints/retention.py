@@ -103,8 +103,7 @@ def delete(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-# -- The best checkpoint (checkpoints.keep_best)
-# -------------------------------------------------------------------------------------------------
+# -- The best checkpoint (checkpoints.keep_best) --------------------------------------------------
 
 
 def is_higher_better(figure: str) -> bool:

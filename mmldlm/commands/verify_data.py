@@ -20,10 +20,11 @@ from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.paths import check_writable_file, claimed_file
 from mmldlm.utils.screen import open_console
 
+# The latter for ASCII terminals.
 BARS, DIGITS = (
     " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588",
     " 12345678",
-)  # the latter for ASCII terminals
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -155,8 +155,7 @@ class Replay:
             self.batch, skipped["world_size"], skipped["accum"], entry["rank"], entry["micro"]
         )
 
-    # -- weights
-    # ---------------------------------------------------------------------------------------------
+    # -- weights ----------------------------------------------------------------------------------
 
     def _load_weights(self, checkpoint: str | None, exact: bool) -> tuple[str, bool]:
         """Load the weights nearest to the step; return (description, whether they are exact)."""
@@ -255,8 +254,7 @@ class Replay:
             print(f"trained  step {state.step} of {end}", end="\r", flush=True)
         print()
 
-    # -- running
-    # ---------------------------------------------------------------------------------------------
+    # -- running ----------------------------------------------------------------------------------
 
     def run(self, dtype: str, entries: list[dict], max_samples: int) -> dict:
         """Run all entries in one dtype, then the samples of failing ones one by one; print and

@@ -129,8 +129,7 @@ class SanityRunner:
         self._check_frozen(frozen)
         self._check_memory()
 
-    # -- batches
-    # ---------------------------------------------------------------------------------------------
+    # -- batches ----------------------------------------------------------------------------------
 
     def _batches(self, max_steps: int):
         self.dataset = self._micro_batches(self.config.training.grad_accum_steps)
@@ -160,8 +159,7 @@ class SanityRunner:
         accum = self.dataset.accum
         return [self.dataset[step * accum + micro] for micro in range(accum)]
 
-    # -- one step
-    # ---------------------------------------------------------------------------------------------
+    # -- one step ---------------------------------------------------------------------------------
 
     def _step(self, step: int, batches: list[Batch], lr: float) -> float:
         """One optimizer step as the training loop takes it; returns its loss.
@@ -292,8 +290,7 @@ class SanityRunner:
                     "precision", f"the gradient of {fragment.name} is {str(gradient.dtype)[6:]}"
                 )
 
-    # -- overfitting one batch
-    # -----------------------------------------------------------------------------------
+    # -- overfitting one batch --------------------------------------------------------------------
 
     def _overfit(self, max_steps: int, overfit_steps: int) -> None:
         """Check that the loss of one batch with fixed noise falls at the run's peak LR without
@@ -372,8 +369,7 @@ class SanityRunner:
         }
         findings.passed("gradient_scale", f"{result}; {scaler[dtype]}")
 
-    # -- at the end
-    # ---------------------------------------------------------------------------------------------
+    # -- at the end -------------------------------------------------------------------------------
 
     def _final_checks(self, start: dict) -> None:
         engine, findings = self.engine, self.findings

@@ -21,8 +21,7 @@ from mmldlm.tasks.base import Task
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.moments import MOMENTS
 
-# -- before the first step
-# ---------------------------------------------------------------------------------------------
+# -- before the first step ------------------------------------------------------------------------
 
 
 def check_device(engine: Engine, findings: Findings) -> None:
@@ -87,8 +86,7 @@ def group_table(engine: Engine, lr: float) -> list[dict]:
     return list(table.values())
 
 
-# -- a step
-# -------------------------------------------------------------------------------------------------
+# -- a step ---------------------------------------------------------------------------------------
 
 
 def check_dtypes(

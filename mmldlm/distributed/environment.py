@@ -207,8 +207,7 @@ def local_world_size(local_rank: int) -> int:
     return max(next((int(value) for value in values if value.isdigit()), 1), local_rank + 1)
 
 
-# -- Slurm
-# -------------------------------------------------------------------------------------------------
+# -- Slurm ----------------------------------------------------------------------------------------
 
 
 def _slurm_size() -> int:

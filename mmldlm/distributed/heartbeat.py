@@ -164,8 +164,7 @@ class Heartbeat:
             limit = timedelta(seconds=timeout) + _LONGEST_SUSPENSION
             torch.distributed.distributed_c10d._set_pg_timeout(limit)
 
-    # -- for the main thread
-    # -----------------------------------------------------------------------------------------
+    # -- for the main thread ----------------------------------------------------------------------
 
     def enter_phase(self, step: int, phase: str, timeout_factor: float = 1.0) -> None:
         """Report progress of the main thread. Costs a tuple; no lock, no request, no
@@ -269,8 +268,7 @@ class Heartbeat:
         self._deadline = time.monotonic() + min(self.limits.stalled, SHUTDOWN_TIMEOUT)
         self._stop_publishing()
 
-    # -- the publishing thread
-    # ---------------------------------------------------------------------------------------
+    # -- the publishing thread --------------------------------------------------------------------
 
     def _publish_loop(self) -> None:
         while not self._stop_publish.is_set():
@@ -378,8 +376,7 @@ class Heartbeat:
         store.set_timeout(timedelta(seconds=self.limits.stalled))
         return store
 
-    # -- the watchdog thread
-    # -----------------------------------------------------------------------------------------
+    # -- the watchdog thread ----------------------------------------------------------------------
 
     def _watchdog_loop(self) -> None:
         while not self._stop_watchdog.wait(self.interval / 2):
@@ -445,8 +442,7 @@ class Heartbeat:
     def _seconds_since_failure(self) -> float:
         return 0.0 if self.failure is None else time.monotonic() - self._failed_at
 
-    # -- the clock of the time limits
-    # ---------------------------------------------------------------------------------------------
+    # -- the clock of the time limits -------------------------------------------------------------
 
     def _now(self) -> float:
         """Seconds in which this process ran, on the clock of `time.monotonic`.
@@ -463,8 +459,7 @@ class Heartbeat:
         self._clock = now, now - counted
         return counted
 
-    # -- helpers
-    # ---------------------------------------------------------------------------------------------
+    # -- helpers ----------------------------------------------------------------------------------
 
     def _print_failure(self, sentence: str) -> None:
         """One line per node on stderr, past Python's buffers and locks: the main thread may hold

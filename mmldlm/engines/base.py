@@ -87,8 +87,7 @@ class Engine(Ranks, ABC):
     def discard_gradients(self) -> None:
         """Discard the accumulated gradients; weights and moments do not change. Collective."""
 
-    # -- shards of this rank
-    # -------------------------------------------------------------------------------------------
+    # -- shards of this rank ----------------------------------------------------------------------
 
     @abstractmethod
     def parameter_shards(self) -> list[ParameterShard]:
@@ -134,8 +133,7 @@ class Engine(Ranks, ABC):
     def sync_weights_from_masters(self) -> None:
         """Copy changed masters to the weights that the model computes with. Collective."""
 
-    # -- checkpoints
-    # ---------------------------------------------------------------------------------------------
+    # -- checkpoints ------------------------------------------------------------------------------
 
     @abstractmethod
     def snapshot_state(self, folder: Path, step: int) -> Any:
@@ -200,8 +198,7 @@ class Engine(Ranks, ABC):
                     values = reader.read(shard.name, key, shard.start, shard.count)
                     shard.slice_of(states[shard.owner][key]).copy_(torch.from_numpy(values))
 
-    # -- collectives
-    # ---------------------------------------------------------------------------------------------
+    # -- collectives ------------------------------------------------------------------------------
 
     def all_reduce_sum(self, values: Tensor) -> Tensor:
         """Sum a small tensor over the ranks, in place."""

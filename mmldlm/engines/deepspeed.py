@@ -149,8 +149,7 @@ class DeepSpeedEngine(Engine):
         finally:
             self.zero_optimizer.step = plain_step
 
-    # -- shards of this rank
-    # -------------------------------------------------------------------------------------------
+    # -- shards of this rank ----------------------------------------------------------------------
 
     def parameter_shards(self) -> list[ParameterShard]:
         if self.stage == 0:
@@ -198,8 +197,7 @@ class DeepSpeedEngine(Engine):
         if self.stage > 0:
             copy_masters_to_model(self.zero_optimizer, self.stage)
 
-    # -- checkpoints
-    # ---------------------------------------------------------------------------------------------
+    # -- checkpoints ------------------------------------------------------------------------------
 
     def snapshot_state(self, folder: Path, step: int) -> Any:
         """What DeepSpeed's save_checkpoint would write: (file below folder, values).

@@ -165,9 +165,8 @@ def bleu_signatures() -> dict[str, str]:
     found = {}
     for name, effective_order in (("bleu", False), ("bleu_effective_order", True)):
         scorer = load_sacrebleu()(effective_order=effective_order)
-        scorer.corpus_score(
-            ["a"], [["a"]]
-        )  # it does not know the number of references before it scores
+        # It does not know the number of references before it scores.
+        scorer.corpus_score(["a"], [["a"]])
         found[name] = str(scorer.get_signature())
     return found
 

@@ -282,9 +282,8 @@ def distance_estimates(made: np.ndarray, real: np.ndarray, seed: int) -> dict[st
     left = np.array(
         [fid(np.delete(made, rows, axis=0), np.delete(real, rows, axis=0)) for rows in subsets]
     )
-    error = float(
-        np.sqrt((SUBSETS - 1) * left.var())
-    )  # delete-a-group jackknife (Shao and Wu, 1989)
+    # Delete-a-group jackknife (Shao and Wu, 1989).
+    error = float(np.sqrt((SUBSETS - 1) * left.var()))
     distances = mean(
         np.array([kid(made[rows], real[rows]) for rows in subsets]), "1000 MMD^2", 1000.0
     )

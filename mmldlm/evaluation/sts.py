@@ -51,12 +51,13 @@ class Pairs:
 # their licenses.
 _COLUMNS = {"source": 1, "score": 4, "sentence1": 5, "sentence2": 6}
 _NUM_COLUMNS = (7, 8, 9)
+# Of a header, the first of them that it has.
 _SOURCE_NAMES = (
     "filename",
     "dataset",
     "source",
     "genre",
-)  # of a header, the first of them that it has
+)
 _MAX_SCORE = 5.0
 
 

@@ -159,8 +159,7 @@ def _card(path: Path, repository: str) -> bytes:
     return _LOADS.sub(f'mmldlm.load("{repository}")', card).encode()
 
 
-# -- what must not be published
-# -------------------------------------------------------------------------------------------------
+# -- what must not be published -------------------------------------------------------------------
 
 
 def _private_parts(path: Path, folder: Path) -> Iterator[str]:

@@ -101,8 +101,7 @@ class SavedTensors(NamedTuple):
     outer: Tensor
 
 
-# -- products with one weight per stream
-# -------------------------------------------------------------------------------
+# -- products with one weight per stream ----------------------------------------------------------
 
 
 def _find_grouped_mm():
@@ -176,8 +175,7 @@ def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor, packing: Packing) -> T
     return result.view(weight.shape).to(weight.dtype)
 
 
-# -- small parts
-# -------------------------------------------------------------------------------------------------
+# -- small parts ----------------------------------------------------------------------------------
 
 
 def _norm(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -214,8 +212,7 @@ def _multiply_out(a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.mul(a, b, out=out)
 
 
-# -- the block
-# -------------------------------------------------------------------------------------------------
+# -- the block ------------------------------------------------------------------------------------
 
 
 def _forward(

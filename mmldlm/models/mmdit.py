@@ -73,8 +73,7 @@ from mmldlm.models.packing import (
 from mmldlm.models.token_scores import TokenQuery, TokenScores, score_tokens
 from mmldlm.utils.validation import not_none
 
-# -- encoders
-# -------------------------------------------------------------------------------------------------
+# -- encoders -------------------------------------------------------------------------------------
 
 
 class TextEncoder(nn.Module):
@@ -174,8 +173,7 @@ class LatentEncoder(nn.Module):
         return _fixed_positions(*self.grids[count], self.hidden_size, tokens.dtype, tokens.device)
 
 
-# -- block
-# -------------------------------------------------------------------------------------------------
+# -- block ----------------------------------------------------------------------------------------
 
 
 class MMDiTBlock(nn.Module):
@@ -299,8 +297,7 @@ class MMDiTBlock(nn.Module):
         return output.tensor_split(ends[:-1])
 
 
-# -- heads
-# -------------------------------------------------------------------------------------------------
+# -- heads ----------------------------------------------------------------------------------------
 
 
 class TextHead(nn.Module):
@@ -348,8 +345,7 @@ class LatentHead(nn.Module):
         return self.to_latent(x.reshape(x.shape[0], -1, self.tokens_per_latent * x.shape[-1]))
 
 
-# -- model
-# -------------------------------------------------------------------------------------------------
+# -- model ----------------------------------------------------------------------------------------
 
 
 class MultimodalMMDiT(BaseTransformer):

@@ -49,8 +49,7 @@ KeysValues = tuple[Tensor, Tensor]
 """Keys and values of M tokens, each [B, M, heads, head_dim]."""
 
 
-# -- encoders
-# -------------------------------------------------------------------------------------------------
+# -- encoders -------------------------------------------------------------------------------------
 
 
 class LatentTokens(nn.Module):
@@ -92,8 +91,7 @@ class PooledLatent(nn.Module):
         )
 
 
-# -- block
-# -------------------------------------------------------------------------------------------------
+# -- block ----------------------------------------------------------------------------------------
 
 
 class RMSNorm(nn.Module):
@@ -310,8 +308,7 @@ def of_rows(table: Tensor, sample: Tensor, parts: int) -> tuple[Tensor, ...]:
     return embedding(table.contiguous(), sample).chunk(parts, dim=-1)
 
 
-# -- head
-# -------------------------------------------------------------------------------------------------
+# -- head -----------------------------------------------------------------------------------------
 
 
 class PlainTextHead(nn.Module):
@@ -342,8 +339,7 @@ class PlainTextHead(nn.Module):
         return score_tokens(rows, self.weight, self.bias, query, self.mask_token_id)
 
 
-# -- model
-# -------------------------------------------------------------------------------------------------
+# -- model ----------------------------------------------------------------------------------------
 
 
 class PlainTransformer(BaseTransformer):
@@ -655,8 +651,7 @@ class PlainTransformer(BaseTransformer):
         return rows if last is not None or kept is None else rows.index_select(0, kept)
 
 
-# -- one token after the other
-# -------------------------------------------------------------------------------------------------
+# -- one token after the other --------------------------------------------------------------------
 
 
 @dataclass

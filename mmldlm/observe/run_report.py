@@ -70,8 +70,7 @@ def _parts_of_run(run: RunRecord, is_named: bool) -> list[Element]:
     ]
 
 
-# -- curves
-# -------------------------------------------------------------------------------------------------
+# -- curves ---------------------------------------------------------------------------------------
 
 
 def _curves(runs: Sequence[RunRecord]) -> Element:
@@ -134,8 +133,7 @@ def _marks(run: RunRecord, low: float, high: float) -> list[Mark]:
     ]
 
 
-# -- tables
-# -------------------------------------------------------------------------------------------------
+# -- tables ---------------------------------------------------------------------------------------
 
 
 def _validation(runs: Sequence[RunRecord]) -> Element:
@@ -257,8 +255,7 @@ def _environment(run: RunRecord, heading: str) -> Element:
     return section(heading, definitions(run.environment))
 
 
-# -- config
-# -------------------------------------------------------------------------------------------------
+# -- config ---------------------------------------------------------------------------------------
 
 
 def _config(run: RunRecord, heading: str) -> Element:

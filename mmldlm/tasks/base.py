@@ -134,8 +134,7 @@ class Task(ABC):
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     sample_rate: ClassVar[str | None] = None
 
-    # -- without torch: config, preflight, convert
-    # ------------------------------------------------------------------
+    # -- without torch: config, preflight, convert ------------------------------------------------
 
     @abstractmethod
     def open_data(self, config: Config) -> RunData:
@@ -179,8 +178,7 @@ class Task(ABC):
         """Return warnings to print when a run starts afresh."""
         return []
 
-    # -- with torch
-    # ---------------------------------------------------------------------------------------------
+    # -- with torch -------------------------------------------------------------------------------
 
     @abstractmethod
     def build_model(self, data: RunData) -> nn.Module:
@@ -293,8 +291,7 @@ class Task(ABC):
         """
         return {"task": data.config.task, "buffers": sorted(self.buffers)}
 
-    # -- debugging
-    # ---------------------------------------------------------------------------------------------
+    # -- debugging --------------------------------------------------------------------------------
 
     def unused_parameters(self, model: nn.Module, config: Config, batch: Batch) -> Sequence[str]:
         """Return beginnings of the names of parameters that rightly get a zero gradient from a

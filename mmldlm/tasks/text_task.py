@@ -161,8 +161,7 @@ class TextTask(Task):
     )
     samples_by_forward: ClassVar[bool] = True
 
-    # -- parameters, counted on torch's meta device, where tensors have shapes and no values
-    # ---------------------------------------------------------------------------------------------
+    # -- parameters, counted on torch's meta device, where tensors have shapes and no values ------
 
     def _model_without_values(self, config: Any) -> nn.Module:
         with meta_device():
@@ -203,8 +202,7 @@ class TextTask(Task):
             matrices=sum(sizes[name] for name in plan.matrices),
         )
 
-    # -- sampling and evaluation
-    # ---------------------------------------------------------------------------------------------
+    # -- sampling and evaluation ------------------------------------------------------------------
 
     def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
         """Return those of `sampling_options` that one sampler does not read for a kind of

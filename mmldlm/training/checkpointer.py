@@ -84,9 +84,8 @@ class Checkpointer:
         self._heartbeat = heartbeat
         self._search = CheckpointSearch(run, engine, self._wait_with_heartbeat, stop_requested)
         self._saving: PendingSave | None = None
-        self._source: Path | None = (
-            None  # checkpoint of another run, from which this one was resumed
-        )
+        # Checkpoint of another run, from which this one was resumed.
+        self._source: Path | None = None
         self._failure = ""  # reason why the last save failed
         self._kept_files: dict[str, bytes] = {}
 
@@ -113,8 +112,7 @@ class Checkpointer:
         timeout = self.config.checkpoints.save_timeout
         wait_on_all_ranks(self.engine, is_running, what, timeout, heartbeat, *may_stop)
 
-    # -- continuing
-    # ---------------------------------------------------------------------------------------------
+    # -- continuing -------------------------------------------------------------------------------
 
     def find_resume(self) -> Path | None:
         """Return the step folder that training.resume names, every byte of it checked by rank 0;
@@ -258,8 +256,7 @@ class Checkpointer:
             load_engine_state(checkpoint, reader, self.engine, self.average, applied_steps)
         return read_rng(checkpoint / f"rng_state_rank{self.engine.rank}.pt")
 
-    # -- saving
-    # ---------------------------------------------------------------------------------------------
+    # -- saving -----------------------------------------------------------------------------------
 
     @property
     def write_in_progress(self) -> bool:

@@ -404,8 +404,7 @@ class RunFolder:
         self._trackers = Trackers(config.logging.trackers, tracked, self._report_tracker_error)
         self._logs = logs
 
-    # -- the screen
-    # ---------------------------------------------------------------------------------------------
+    # -- the screen -------------------------------------------------------------------------------
 
     def message(self, text: str) -> None:
         """Print a line on rank 0."""
@@ -439,8 +438,7 @@ class RunFolder:
         if self.screen is not None:
             self.screen.end_live()
 
-    # -- records
-    # ---------------------------------------------------------------------------------------------
+    # -- records ----------------------------------------------------------------------------------
 
     def write(self, name: str, record: dict) -> None:
         """Append a record; an error is reported once per log until a write succeeds again."""
@@ -503,8 +501,7 @@ class RunFolder:
         )
         self.warning(f"step {step}: logging to {name} ended ({reason}); the run continues")
 
-    # -- the lock and the end
-    # ---------------------------------------------------------------------------------------------
+    # -- the lock and the end ---------------------------------------------------------------------
 
     def renew_lock(self) -> None:
         """Show other jobs that this one is alive, on rank 0; every event does so, too."""

@@ -63,8 +63,7 @@ class RunLogger:
         self.last_reasons: list[str] = []
         self._reported_validation: set[int] = set()  # ids of bad samples
 
-    # -- opening
-    # ---------------------------------------------------------------------------------------------
+    # -- opening ----------------------------------------------------------------------------------
 
     def acquire_lock(self, heartbeat: Callable[[], None]) -> None:
         """Lock the folder for this job, before anything of it is read. Collective.
@@ -165,8 +164,7 @@ class RunLogger:
             event, step=self.state.step, source=source, task=self.config.task, losses=losses
         )
 
-    # -- while it runs
-    # ---------------------------------------------------------------------------------------------
+    # -- while it runs ----------------------------------------------------------------------------
 
     def log_step(self, report: StepReport, cost: Mapping[str, Any]) -> None:
         """Write the record of the step that the state counted last.
@@ -390,8 +388,7 @@ class RunLogger:
         self.last_reasons = []
         self.folder.truncate()
 
-    # -- the end
-    # ---------------------------------------------------------------------------------------------
+    # -- the end ----------------------------------------------------------------------------------
 
     def log_end(
         self,

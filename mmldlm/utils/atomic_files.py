@@ -64,9 +64,8 @@ def naming_errors(path: str | os.PathLike) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None and re.fullmatch(
-            r"\d+ requested and \d+ written", str(error)
-        ):  # of numpy
+        if error.errno is None and re.fullmatch(r"\d+ requested and \d+ written", str(error)):
+            # Of numpy.
             raise OSError(
                 errno.ENOSPC if _is_full(path) else errno.EIO, str(error), os.fspath(path)
             ) from error

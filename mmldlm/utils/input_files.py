@@ -259,9 +259,8 @@ def walk_files(folder: Path, left_out: LeftOut | None = None) -> list[Path]:
     folders: deque[Path] = deque([folder])
     linked: deque[Path] = deque()
     while folders or linked:
-        current = (
-            folders or linked
-        ).popleft()  # links last, so that a folder is found under its own name
+        # Links last, so that a folder is found under its own name.
+        current = (folders or linked).popleft()
         try:
             state = os.stat(current)
             if (state.st_dev, state.st_ino) in seen:

@@ -15,9 +15,8 @@ from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.input_files import MAX_BYTES, read_bytes
 
-_MAX_INT = (
-    1 << 64
-)  # a larger integer is written as a word: many readers of JSON would round it or fail
+# A larger integer is written as a word: many readers of JSON would round it or fail.
+_MAX_INT = 1 << 64
 
 
 def read_json(

@@ -83,9 +83,8 @@ def check_writable_file(path: str | os.PathLike, option: str) -> Path:
                 f"a file to write for {option}", found, "make that folder, or give another path"
             )
         _probe_write(Path(os.path.realpath(path)).parent)
-        if (
-            path.exists() and not path.is_file()
-        ):  # the output replaces the path: not a device, pipe or folder
+        if path.exists() and not path.is_file():
+            # The output replaces the path: not a device, pipe or folder.
             found = "a folder" if path.is_dir() else "not a regular file"
             raise UserError(
                 f"a file to write for {option}", f"{path}: {found}", "give the path of a file"
@@ -284,9 +283,8 @@ def _probe_write(folder: Path) -> None:
 def _make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (
-        FileExistsError
-    ) as error:  # the system's "File exists" would not say that a folder was needed
+    except FileExistsError as error:
+        # The system's "File exists" would not say that a folder was needed.
         raise NotADirectoryError(
             errno.ENOTDIR, os.strerror(errno.ENOTDIR), error.filename
         ) from error

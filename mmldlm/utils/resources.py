@@ -56,9 +56,8 @@ def available_cpus() -> int:
         quota, period = (
             words if len(words) == 2 else (_read(folder / f"cpu.cfs_{kind}_us") for kind in _CFS)
         )
-        if (
-            quota.isdigit() and period.isdigit() and int(quota) and int(period)
-        ):  # not "max", not -1
+        if quota.isdigit() and period.isdigit() and int(quota) and int(period):
+            # Not "max", not -1.
             cpus = min(cpus, int(quota) // int(period))
     return max(cpus, 1)
 
@@ -83,10 +82,11 @@ def memory() -> Memory:
     for folder in _control_groups("memory"):
         for limit_name, used_name in (
             ("memory.max", "memory.current"),
+            # Version 1; without a limit a number near 2^63.
             (
                 "memory.limit_in_bytes",
                 "memory.usage_in_bytes",
-            ),  # version 1; without a limit a number near 2^63
+            ),
         ):
             limit, used = _read(folder / limit_name), _read(folder / used_name)
             if limit.isdigit():

@@ -14,9 +14,8 @@ from pathlib import Path
 if __name__ == "__main__":
     folder = str(Path(__file__).resolve().parents[2])
     sys.path[: 0 if getattr(sys.flags, "safe_path", False) else 1] = [folder]
-    if not sys.argv[1].startswith(
-        "mmldlm."
-    ):  # a launcher, which starts others with -m (heeded since Python 3.11)
+    if not sys.argv[1].startswith("mmldlm."):
+        # A launcher, which starts others with -m (heeded since Python 3.11).
         os.environ.setdefault("PYTHONSAFEPATH", "1")
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -86,8 +86,7 @@ def test_bucket_sizes_are_compared(store, tmp_path):
     assert [float(row.split()[-1]) for row in rows] == pytest.approx([3, 5, 5], abs=0.01)
 
 
-# -- what the scripts stand on
-# -----------------------------------------------------------------------------------------
+# -- what the scripts stand on --------------------------------------------------------------------
 
 
 def test_a_missing_step_is_no_agreement():

@@ -194,8 +194,7 @@ def test_owner_is_the_rank_that_wrote():
     assert {name: owner_of(name, 4) for name in names} == names
 
 
-# -- kill -9
-# -------------------------------------------------------------------------------------------------
+# -- kill -9 --------------------------------------------------------------------------------------
 
 
 def killed_before_disk_call(number: int, work) -> bool:
@@ -235,9 +234,8 @@ def test_killed_before_every_step_of_a_save(tmp_path):
         run_dir = tmp_path / str(number)
         save(run_dir, 1, "old")
         was_killed = killed_before_disk_call(number, lambda run=run_dir: save(run, 2, "new"))
-        for step, path in list_checkpoints(
-            run_dir
-        ):  # nothing that looks like a checkpoint may be half of one
+        for step, path in list_checkpoints(run_dir):
+            # Nothing that looks like a checkpoint may be half of one.
             assert verify(path) == [] and content_of(path) == {1: "old", 2: "new"}[step]
         complaints: list[str] = []
         found = find_latest_valid(run_dir, complaints.append)
@@ -289,8 +287,7 @@ def test_killed_while_pruning(tmp_path):
     assert number >= 4
 
 
-# -- failures that are agreed
-# -----------------------------------------------------------------------------------------
+# -- failures that are agreed ---------------------------------------------------------------------
 
 
 def untouched(run_dir) -> bool:
@@ -461,8 +458,7 @@ def test_no_symlinks_on_the_file_system(tmp_path, monkeypatch):
     assert locate_checkpoint(tmp_path / "latest") == locate_checkpoint(tmp_path) == path.resolve()
 
 
-# -- finding, resolving, pruning
-# --------------------------------------------------------------------------------------
+# -- finding, resolving, pruning ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

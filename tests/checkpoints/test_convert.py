@@ -292,9 +292,8 @@ def test_no_space(zero_dir, tmp_path, monkeypatch):
 def test_an_output_that_cannot_be_made_is_no_lack_of_space(zero_dir, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("kept")
     usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(
-        output_folder.shutil, "disk_usage", lambda path: usage._replace(free=0)
-    )  # as /proc has
+    # As /proc has.
+    monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda path: usage._replace(free=0))
     with pytest.raises(UserError, match="Not a directory"):
         convert(zero_dir / "z2_bf16", tmp_path / "file" / "out")
 
@@ -400,9 +399,8 @@ def test_exit_codes_of_the_process(zero_dir, tmp_path):
     assert done[1].returncode == 2 and done[1].stderr.startswith(
         "error: expected no file or folder at"
     )
-    with open(
-        "/dev/full", "w", encoding="utf-8"
-    ) as full:  # an output that cannot be written is no success
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        # An output that cannot be written is no success.
         done = subprocess.run([*words, "--force"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode not in (0, 2) and "No space left" in done.stderr
 

@@ -74,9 +74,8 @@ def check_zero(folder, case: str) -> None:
                 assert raw.tobytes() == truth[name].tobytes() and dtype == index[name]["dtype"]
                 continue
             weight = whole(reader, name, "weight")
-            if (
-                not CASES[case].get("zero", {}).get("round_robin_gradients")
-            ):  # see make_zero.live_values
+            if not CASES[case].get("zero", {}).get("round_robin_gradients"):
+                # See make_zero.live_values.
                 assert weight.tobytes() == truth[name].tobytes(), name
             check_ranges(reader, name, "weight", weight)
             assert reader.moments_of(name) == (
@@ -178,8 +177,7 @@ def test_imports_neither_torch_nor_deepspeed(zero_dir, fsdp_dir):
     assert done.stdout.strip() == "[]", done.stderr
 
 
-# -- FSDP2, single, ddp
-# -----------------------------------------------------------------------------------------------
+# -- FSDP2, single, ddp ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -317,8 +315,7 @@ def test_more_files_than_the_usual_limit(fsdp_dir):
     assert done.stdout.strip() == "60", done.stderr
 
 
-# -- EMA
-# -------------------------------------------------------------------------------------------------
+# -- EMA ------------------------------------------------------------------------------------------
 
 
 def ema_folder(fsdp_dir, tmp_path):
@@ -359,8 +356,7 @@ def test_fragments_that_do_not_fit_are_refused(fsdp_dir, tmp_path, entry):
         open_training_state(folder)
 
 
-# -- faults
-# -------------------------------------------------------------------------------------------------
+# -- faults ---------------------------------------------------------------------------------------
 
 
 def states_of(path) -> list[bytes]:
@@ -521,8 +517,7 @@ def test_nothing_there(tmp_path):
             open_training_state(path)
 
 
-# -- tied weights that were copied apart
-# -------------------------------------------------------------------------------
+# -- tied weights that were copied apart ----------------------------------------------------------
 
 
 def copied(value):

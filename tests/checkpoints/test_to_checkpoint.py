@@ -65,8 +65,7 @@ def facts_of(path: Path):
         return read_optimizer_metadata(opened)
 
 
-# -- the same bits
-# -------------------------------------------------------------------------------------------------
+# -- the same bits --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", SOURCES)
@@ -118,9 +117,8 @@ def test_fsdp_and_ddp_become_zero_and_return(fsdp_dir, tmp_path, folder):
         convert_state(path, tmp_path / str(number), target, world, verify=True)
         assert_same(run, tmp_path / str(number))
         path = tmp_path / str(number)
-        if (
-            target == "zero2"
-        ):  # DCP and model.pt do not say with what precision the forward pass ran
+        if target == "zero2":
+            # DCP and model.pt do not say with what precision the forward pass ran.
             assert not list((locate_checkpoint(path) / "engine" / "zero").glob("bf16_*"))
 
 
@@ -185,8 +183,7 @@ def test_weights_alone_go_to_model_pt_and_dcp(fsdp_dir, tmp_path):
         convert_state(fsdp_dir / "bare", tmp_path / "zero", "zero2", 2)
 
 
-# -- the programs that load them
-# ---------------------------------------------------------------------------------------
+# -- the programs that load them ------------------------------------------------------------------
 
 
 def test_deepspeed_resumes_from_them(zero_dir, tmp_path):
@@ -301,8 +298,7 @@ def test_torchs_optimizer_loads_our_file(zero_dir, tmp_path, case):
     ] == ((True, 8.0) if case == "z2_muon" else (None, None))
 
 
-# -- checkpoints of mmldlm
-# ---------------------------------------------------------------------------------------------
+# -- checkpoints of mmldlm ------------------------------------------------------------------------
 
 
 def run_of(run_dir: Path, engine_folder: Path, state: dict) -> Path:
@@ -412,8 +408,7 @@ def test_training_resumes_from_the_end_of_a_chain(store, tmp_path):
             assert not compare(a, b).any
 
 
-# -- refusals
-# -------------------------------------------------------------------------------------------------
+# -- refusals -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", ["zero3", "dcp", "universal", "ddp", "model.pt"])
@@ -510,9 +505,8 @@ def test_a_full_disk_leaves_nothing(zero_dir, tmp_path, monkeypatch):
 def test_what_an_interrupted_conversion_left_is_cleared(zero_dir, tmp_path):
     partial = tmp_path / "out.partial"
     shutil.copytree(zero_dir / "z2_bf16" / "zero", partial / "zero")
-    with pytest.raises(
-        UserError, match="earlier conversion"
-    ):  # without the marker it may be somebody's training
+    with pytest.raises(UserError, match="earlier conversion"):
+        # Without the marker it may be somebody's training.
         convert_state(zero_dir / "z2_bf16", tmp_path / "out", "zero3", 4)
     (partial / "converted.json").write_text("{}")
     convert_state(zero_dir / "z2_bf16", tmp_path / "out", "zero3", 4)
@@ -563,8 +557,7 @@ def test_dry_run_tells_the_files_and_reads_the_moments(zero_copy, tmp_path, caps
     ],
 )
 def test_options_that_a_target_does_not_heed(zero_dir, tmp_path, words):
-    with pytest.raises(
-        (UserError, SystemExit)
-    ):  # argparse refuses a number out of its range itself
+    with pytest.raises((UserError, SystemExit)):
+        # argparse refuses a number out of its range itself.
         command(zero_dir / "z2_bf16", tmp_path / "out", *words)
     assert not list(tmp_path.iterdir())

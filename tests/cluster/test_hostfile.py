@@ -45,11 +45,12 @@ def test_names_slots_and_comments(hostfile):
         ("a slots=2 # big one\n", 1, "comment"),
         ("\ufeffa slots=2\n", 1, "byte order mark"),
         ("a slots=2 max_slots=3\n", 1, "only slots=N may follow"),
+        # One line to DeepSpeed.
         (
             "a slots=1\n\nb slots=1\x0cc slots=1\n",
             3,
             "only slots=N may follow",
-        ),  # one line to DeepSpeed
+        ),
         ("a slots=1\rb lots=1\r\n", 2, "did you mean"),
         ("fe80::1%eth0 slots=1\n", 1, "IPv6"),
         ("[::1] slots=1\n", 1, "IPv6"),

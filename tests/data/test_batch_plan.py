@@ -101,9 +101,8 @@ def test_a_mixture_keeps_its_shares_and_every_store_its_epochs():
     shares = np.array([part.sum() for part in np.split(counts, [1000, 1050])]) / len(ids)
     np.testing.assert_allclose(shares, [0.5, 0.2, 0.3], atol=2e-3)
     for part in np.split(counts, [1000, 1050]):
-        assert (
-            part.max() - part.min() <= 1
-        )  # no sample comes again before all others of its store have come
+        # No sample comes again before all others of its store have come.
+        assert part.max() - part.min() <= 1
     place = np.array([5, 4000, 77])
     assert np.array_equal(order.ids(place, 2), order.ids(np.arange(order.count), 2)[place])
     plan = build_batch_plan("samples", lengths(order.count), 24, 3, order=order)
@@ -138,9 +137,8 @@ def test_a_mixture_by_batches_has_one_store_a_batch(kind, bucket):
         assert kind == "tokens" or len(ids) == 8
     assert np.mean(stores) == pytest.approx(0.4, abs=0.05)
     for part in np.split(seen, [100]):
-        assert (
-            part.max() - part.min() <= 1
-        )  # no sample comes again before all others of its store have come
+        # No sample comes again before all others of its store have come.
+        assert part.max() - part.min() <= 1
     again = build_batch_plan(kind, lengths(150), 8, 3, bucket, order=order)
     for step in (355, 17, 0):
         assert np.array_equal(again.batch(step).ids, plan.batch(step).ids)

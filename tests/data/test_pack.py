@@ -143,9 +143,8 @@ def test_files_that_lie_or_never_end_are_counted(sentences, tmp_path):
     latents = folder / "latents" / "train"
     for number, text in enumerate(sentences[:12]):
         _write(folder, f"good_{number:02}", text, np.ones(8, np.float32) + number)
-    _write(
-        folder, "aaa_first", sentences[30], np.ones(7, np.float32)
-    )  # another dimension, and the first to be read
+    # Another dimension, and the first to be read.
+    _write(folder, "aaa_first", sentences[30], np.ones(7, np.float32))
     for name in ("long", "overflow", "short", "fifo", "integers", "endless_text"):
         _write(folder, name, f"Its file is called {name}.", np.ones(8, np.int8))
     _with_header(latents / "long.npy", (9999999999999,))

@@ -12,9 +12,8 @@ def test_shares():
     assert "[UNK]" in check_unknown_share(11, 1000, "train")
     with pytest.raises(UserError, match="UNK"):
         check_unknown_share(201, 1000, "train")
-    assert "[UNK]" in check_unknown_share(
-        900, 1000, "validation"
-    )  # a corpus of its own, a tokenizer of another
+    # A corpus of its own, a tokenizer of another.
+    assert "[UNK]" in check_unknown_share(900, 1000, "validation")
 
 
 def test_shares_of_an_encoder():

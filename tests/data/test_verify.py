@@ -42,9 +42,8 @@ def test_the_plot_shows_shares(made_store, tmp_path, monkeypatch):
     left, middle, _ = figures[0].axes
     for axes in (left, middle):
         assert axes.get_ylabel() == "share of samples"
-        assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(
-            2
-        )  # 1 in train, 1 in validation
+        # 1 in train, 1 in validation.
+        assert sum(bar.get_height() for bar in axes.patches) == pytest.approx(2)
 
 
 def test_verify_finds_what_checksums_cannot(made_store, store_copy):

@@ -110,8 +110,7 @@ def test_a_healthy_run_passes_on_every_engine(store, tmp_path):
         assert not frozen.startswith("0 "), name
 
 
-# -- planted faults
-# -------------------------------------------------------------------------------------------------
+# -- planted faults -------------------------------------------------------------------------------
 
 
 def on_step(found: SanityRunner, act) -> None:
@@ -156,9 +155,8 @@ def test_a_stream_that_a_block_does_not_change_is_named(store, monkeypatch):
     def without_latents(self, rows, condition, layout, recompute=False, after=None, dropout=None):
         out = forward(self, rows, condition, layout, recompute, after, dropout)
         text, latent = self.split_streams(out, rows, condition, layout, recompute, after)
-        return torch.cat(
-            [text, rows[len(rows) - len(latent) :]]
-        )  # latents come last, and all are read
+        # Latents come last, and all are read.
+        return torch.cat([text, rows[len(rows) - len(latent) :]])
 
     monkeypatch.setattr(mmdit.MMDiTBlock, "forward", without_latents)
     found = failed(examined(store))

@@ -172,8 +172,7 @@ def test_copying_the_input_does_not_solve_t2l():
     assert ((best * z - target) ** 2).mean() > 0.3
 
 
-# -- DPM-Solver++(2M)
-# -------------------------------------------------------------------------------------------------
+# -- DPM-Solver++(2M) -----------------------------------------------------------------------------
 
 
 def solve(diffusion, denoise, z, steps, method):

@@ -134,9 +134,8 @@ def test_a_context_free_denoiser_costs_its_cross_entropy_and_a_perfect_one_nothi
         for x in range(V):
             if x != MASK:
                 truth = -given[0].log_softmax(0)[x] if given is logits else torch.zeros(())
-                assert (
-                    abs(float(cost[tokens == x].sum()) - float(truth)) < 2e-4
-                )  # the ends left out
+                # The ends left out.
+                assert abs(float(cost[tokens == x].sum()) - float(truth)) < 2e-4
 
 
 def test_without_uniform_noise_it_is_masked_diffusion():
@@ -226,9 +225,8 @@ def test_posterior_sums_to_one_and_composes(share):
         forward = transition(process, t, s)  # [z_s, z_t]
         assert forward.min() > -1e-15
         before, after = x_hat @ transition(process, s), x_hat @ transition(process, t)
-        return torch.where(
-            after > 0, forward * before[:, None] / after, 0.0
-        ).T, after  # [z_t, z_s]
+        # [z_t, z_s].
+        return torch.where(after > 0, forward * before[:, None] / after, 0.0).T, after
 
     t, middle, s = (torch.tensor(value, dtype=torch.float64) for value in (0.8, 0.5, 0.1))
     whole, law = posterior(t, s)

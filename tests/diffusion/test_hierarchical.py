@@ -17,9 +17,8 @@ from tests.support.toy_text import (
 )  # fmt: skip
 
 MASK, EOS = 3, 0
-CLUSTERS = torch.tensor(
-    [-1, 0, 1, -1, 0, 1, 1]
-)  # EOS alone, [MASK], and two clusters of two and three words
+# EOS alone, [MASK], and two clusters of two and three words.
+CLUSTERS = torch.tensor([-1, 0, 1, -1, 0, 1, 1])
 V = len(CLUSTERS)
 GAMMAS = [1.0, 1.5, 2.0, 3.0]
 T = torch.tensor([1e-4, 1e-2, 0.3, 0.5, 0.9, 1 - 1e-4], dtype=torch.float64)
@@ -143,9 +142,8 @@ def test_one_cluster_and_a_cluster_a_word_are_masked_diffusion(clusters):
     if clusters[-1] == 0:
         torch.testing.assert_close(at_mask, zeros)
         torch.testing.assert_close(at_cluster, nll)
-        torch.testing.assert_close(
-            clustered, process.word_outflow(t)
-        )  # MDLM: P(z = [MASK]) alpha' / (1 - alpha)
+        # MDLM: P(z = [MASK]) alpha' / (1 - alpha).
+        torch.testing.assert_close(clustered, process.word_outflow(t))
     else:
         torch.testing.assert_close(at_cluster, zeros)
         torch.testing.assert_close(at_mask, nll)
@@ -276,9 +274,8 @@ def test_four_steps_are_exact_for_one_position_where_a_first_order_step_is_not()
             not found[~seen].any() and abs(chi_square_deviation(found[seen], expected[seen])) < 4
         )
     at_t, at_s = process.levels(torch.tensor(0.9)), process.levels(torch.tensor(0.5))
-    assert (
-        at_s.word - at_t.word
-    ) / at_t.cluster > 1.7  # no probability: what a first-order step would use
+    # No probability: what a first-order step would use.
+    assert (at_s.word - at_t.word) / at_t.cluster > 1.7
 
 
 @pytest.mark.parametrize("clusters, gamma", [([0, 1, 0], 1.0), ([0, 1, -1], 0.0)])

@@ -37,9 +37,8 @@ def test_uniform_denoiser_costs_log_v_minus_1_for_every_schedule(schedule):
         diffusion, lambda tokens, t: torch.full(tokens.shape, truth).double()
     )
     assert abs(cost.mean() - truth) < 5 * cost.std() / math.sqrt(len(cost))
-    if (
-        schedule == "loglinear"
-    ):  # w(t) * P(masked at t) is constant, so every stratum of t has the same mean
+    if schedule == "loglinear":
+        # w(t) * P(masked at t) is constant, so every stratum of t has the same mean.
         for low in (0.0, 0.25, 0.5, 0.75):
             part = cost[(t >= low) & (t < low + 0.25)]
             assert abs(part.mean() - truth) < 5 * part.std() / math.sqrt(len(part))
@@ -123,9 +122,8 @@ def test_counted_masks_estimate_the_same_nelbo_with_less_variance():
     assert abs(independent.mean() - 0.5) < 5 * independent.std() / math.sqrt(len(independent))
     truth = math.log(VOCABULARY - 1)
     flat = (masked / share[:, None]).sum(1) * truth / LENGTH
-    torch.testing.assert_close(
-        flat, torch.full_like(flat, truth)
-    )  # zero variance where every token costs the same
+    # Zero variance where every token costs the same.
+    torch.testing.assert_close(flat, torch.full_like(flat, truth))
     spread, _ = nelbo_per_token(
         MaskedDiffusion(MASK), lambda tokens, t: torch.full(tokens.shape, truth).double()
     )

@@ -17,9 +17,8 @@ def blobs(sizes, seed=0):
 
 def test_blobs_are_found_whatever_their_length_and_special_tokens_stay_alone():
     vectors, kind = blobs([30, 30, 30, 30])
-    vectors *= np.random.default_rng(1).uniform(
-        0.1, 10, (len(vectors), 1)
-    )  # cosine: lengths say nothing
+    # Cosine: lengths say nothing.
+    vectors *= np.random.default_rng(1).uniform(0.1, 10, (len(vectors), 1))
     clusters = cluster_tokens(vectors, 4, alone={0, 7}, seed=3)
     assert clusters[0] == clusters[7] == -1
     rest = np.setdiff1d(np.arange(len(kind)), [0, 7])

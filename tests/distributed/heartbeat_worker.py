@@ -46,9 +46,8 @@ def act(case: str, alive: Heartbeat, step: int) -> None:
         time.sleep(1000)
     elif what == "raise":
         raise ValueError("row 7 is damaged")
-    elif (
-        what == "evaluate"
-    ):  # one rank works, beating, for longer than the timeout; the others wait for it
+    elif what == "evaluate":
+        # One rank works, beating, for longer than the timeout; the others wait for it.
         end = time.monotonic() + 1.5 * TIMEOUT
         while time.monotonic() < end:
             alive.enter_phase(step, "data")

@@ -85,6 +85,5 @@ def test_a_clipped_step_is_torchs_clipping_and_step(max_norm, loss_scale):
             torch.nn.utils.clip_grad_norm_(models[1].parameters(), max_norm)
         theirs.step()
     for found, expected in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(
-            found, expected, rtol=1e-8, atol=1e-10
-        )  # the scale is an fp32 number
+        # The scale is an fp32 number.
+        torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-10)

@@ -76,9 +76,8 @@ def test_uniform_denoiser_scores_log_of_the_vocabulary_under_every_schedule(make
     for name in ("matched", "shuffled", "null"):
         estimate = ratio(found.nelbo[name], found.num_tokens)
         assert abs(estimate.value - value) < 5 * estimate.se + 2e-3 * value
-    assert (
-        found.nelbo["matched"] == found.nelbo["null"]
-    ).all()  # the same masks, so no difference at all
+    # The same masks, so no difference at all.
+    assert (found.nelbo["matched"] == found.nelbo["null"]).all()
     assert found.length_nll["matched"] == pytest.approx(np.full(len(texts), math.log(64)))
 
 
@@ -328,7 +327,6 @@ def test_each_measurement_says_how_far_it_is(pretrained, store):
         GainSettings(4, num_steps=2, latent_steps=2, num_draws=1, control_samples=2),
         say,
     )
-    assert (
-        len(stages) == 10
-    )  # NELBO, texts and embeddings, of the model and two controls; figures of strings
+    # NELBO, texts and embeddings, of the model and two controls; figures of strings.
+    assert len(stages) == 10
     assert all(calls and calls[-1][0] == calls[-1][1] > 0 for calls in stages.values())

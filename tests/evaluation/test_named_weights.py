@@ -52,9 +52,8 @@ def test_fid_is_the_distance_of_two_gaussians(torchmetrics):
     first, second = (
         with_moments(at, np.diag(values), 50, 1) for at, values in zip((mean, mean + 2), diagonal)
     )
-    expected = (
-        3 * 4 + ((np.sqrt(diagonal[0]) - np.sqrt(diagonal[1])) ** 2).sum()
-    )  # covariances that commute
+    # Covariances that commute.
+    expected = 3 * 4 + ((np.sqrt(diagonal[0]) - np.sqrt(diagonal[1])) ** 2).sum()
     np.testing.assert_allclose(fid(first, second), expected, rtol=1e-9)
     turn = np.linalg.qr(normal(3, 3, 5))[0]  # a rotation changes no distance
     np.testing.assert_allclose(fid(first @ turn, second @ turn), expected, rtol=1e-9)

@@ -148,9 +148,8 @@ def test_a_hostile_text_stays_text(report, browser, tmp_path):
     assert browser.problems == [] and browser.requests == [path.as_uri()]
     assert browser.run("window.broken") is None and browser.run("document.images.length") == 0
     marks = browser.run("[...document.querySelectorAll('mark')].map((mark) => mark.textContent)")
-    assert (
-        marks[0] == "the" and "row" not in marks
-    )  # a word of the sentence in another case; "row" is none of its
+    # A word of the sentence in another case; "row" is none of its.
+    assert marks[0] == "the" and "row" not in marks
     for width in (320, 1200):
         browser.resize(width)
         assert browser.run("document.documentElement.scrollWidth") <= width

@@ -90,6 +90,5 @@ def test_the_judge_is_asked_no_more_than_it_says(pretrained, store, monkeypatch)
         T2lJudge, "_embed", lambda judge, texts: (asked.append(len(texts)), embed(judge, texts))[1]
     )
     report = evaluate(pretrained, store, settings(search="best_of", num_candidates=3, judge="t2l"))
-    assert sum(asked[:-1]) == round(
-        8 * report.conditions["search"]["judge_calls"]
-    )  # the last call: the model's texts
+    # The last call: the model's texts.
+    assert sum(asked[:-1]) == round(8 * report.conditions["search"]["judge_calls"])

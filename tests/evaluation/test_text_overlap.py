@@ -29,6 +29,5 @@ def test_piece_bleu_of_known_cases():
     assert metrics.piece_bleu([wrong], [text]).value == pytest.approx(expected)
     # A text cut to half pays exp(1 - 2) for brevity and nothing else.
     assert metrics.piece_bleu([text[:6]], [text]).value == pytest.approx(100 * np.exp(-1))
-    assert (
-        metrics.piece_bleu([[1, 1, 1, 1, 1, 1]], [[1, 2, 3, 4, 5, 6]]).value == 0
-    )  # counts are clipped
+    # Counts are clipped.
+    assert metrics.piece_bleu([[1, 1, 1, 1, 1, 1]], [[1, 2, 3, 4, 5, 6]]).value == 0

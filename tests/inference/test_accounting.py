@@ -23,9 +23,8 @@ def test_plain_sampling_costs_what_torch_counts(pretrained, hidden):
     assert cost.denoiser_positions == pytest.approx(
         float((samples.passes * samples.lengths).sum())
     )
-    lengths = 5 * task.pass_flops(
-        config, 1, 0
-    )  # the lengths were predicted first, by passes without a text
+    # The lengths were predicted first, by passes without a text.
+    lengths = 5 * task.pass_flops(config, 1, 0)
     assert cost.denoiser_flops <= counter.get_total_flops() <= cost.denoiser_flops + lengths
 
 

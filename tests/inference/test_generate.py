@@ -31,9 +31,8 @@ from mmldlm.tasks.text_task import masked_text_scores
 def run(*words) -> int:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    return main(
-        parser.parse_intermixed_args([str(word) for word in words])
-    )  # as the command line does
+    # As the command line does.
+    return main(parser.parse_intermixed_args([str(word) for word in words]))
 
 
 def lines(folder):
@@ -720,9 +719,8 @@ def test_every_pass_of_every_sampler_is_reported(checkpoint):
 
     latent, text = pretrained.latent_diffusion, pretrained.text_diffusion
     assert isinstance(latent, GaussianProcess) and isinstance(text, MaskedDiffusion)
-    sample_latents(
-        model, [[5, 6], [7]], diffusion=latent, steps=9, progress=progress
-    )  # one batch, many steps
+    # One batch, many steps.
+    sample_latents(model, [[5, 6], [7]], diffusion=latent, steps=9, progress=progress)
     check(9, 18)
     lengths = torch.tensor([3, 8])
     # Two texts of 2 and 7 tokens: a confidence step fills one at least.

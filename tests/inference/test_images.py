@@ -152,9 +152,8 @@ def test_images_of_captions_are_the_same_before_and_after_a_conversion(model, im
     )
     beside = np.asarray(Image.open(tmp_path / "data" / "sheet.png"))
     last = Store(images, "validation")
-    assert records(tmp_path / "data")[1]["text"] == last.text(
-        len(last) - 1
-    )  # spread over the split
+    # Spread over the split.
+    assert records(tmp_path / "data")[1]["text"] == last.text(len(last) - 1)
     real = codec.decode(last.get([0]).latents)[0, :, :, 0]
     np.testing.assert_array_equal(beside[8:104:6, 104:200:6, 0], real)
     assert not np.array_equal(first[0], first[1])
@@ -383,9 +382,8 @@ def test_text_checkpoints_and_stores_are_refused(model, images, store, tmp_path,
 
 def test_an_evaluation_measures_both_directions(model, tmp_path, capsys):
     pytest.importorskip("torchmetrics", reason="the extra eval is not installed")
-    images = make_image_store(
-        tmp_path / "store", characters=CHARACTERS[:62:3] * 3
-    )  # the same letters, 20 unseen
+    # The same letters, 20 unseen.
+    images = make_image_store(tmp_path / "store", characters=CHARACTERS[:62:3] * 3)
     words = [
         "--num-samples",
         "20",

@@ -50,9 +50,8 @@ def test_the_model_judges_as_it_samples_embeddings_whatever_stands_beside_a_text
 
 
 def test_a_missing_encoder_is_an_error_that_names_the_other_judge(pretrained, monkeypatch):
-    with pytest.raises(
-        UserError, match="add --judge t2l"
-    ) as error:  # the checkpoint names no encoder
+    with pytest.raises(UserError, match="add --judge t2l") as error:
+        # The checkpoint names no encoder.
         EncoderJudge(pretrained)
     assert error.value.exit_code == 2 and "the encoder of its latents" in error.value.found
     monkeypatch.setattr(
@@ -81,8 +80,7 @@ def test_the_encoder_counts_texts_tokens_and_flops(pretrained):
     judge._encoder = judges.Encoder.from_identity(MINILM, device="cpu")
     assert judge._encoder.num_tokens(["word", "a word"]) == [3, 4]  # [CLS] and [SEP] count
     weights = judge._encoder.forward_flops([1]) / 2
-    assert weights == pytest.approx(
-        10.6e6, rel=0.01
-    )  # facts 8.4: 10.6M parameters but the embeddings
+    # Facts 8.4: 10.6M parameters but the embeddings.
+    assert weights == pytest.approx(10.6e6, rel=0.01)
     model = torch.nn.utils.parameters_to_vector(judge._encoder._model.encoder.parameters())
     assert judge._encoder.forward_flops([5]) == 2 * len(model) * 5 + 4 * 6 * 384 * 25

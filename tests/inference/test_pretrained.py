@@ -72,18 +72,18 @@ def test_every_name_of_a_model_opens_it(checkpoint, run, exported, named):
     expected = MultimodalMMDiT.from_pretrained(checkpoint).state_dict()
     state = found.model.state_dict()
     assert state.keys() == expected.keys()
-    assert all(
-        torch.equal(state[name], expected[name]) for name in expected
-    )  # the weights, not their average
+    # The weights, not their average.
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
     assert (
         found.tokenizer.mask_token == "[MASK]"
         and found.mode_weights["l2t"] == 0.4
         and not found.model.training
     )
+    # No second copy on the disk.
     assert before == (
         sorted(run.parent.rglob("*")),
         sorted(exported.rglob("*")),
-    )  # no second copy on the disk
+    )
 
 
 def test_a_bf16_export_is_widened(run, tmp_path):

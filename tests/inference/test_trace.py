@@ -180,8 +180,7 @@ def test_nothing_is_recorded_unasked(pretrained, latents, monkeypatch):
     sample_joint(pretrained.model, 2, steps=2, **processes)
 
 
-# -- the command
-# -------------------------------------------------------------------------------------------------
+# -- the command ----------------------------------------------------------------------------------
 
 
 def run(*words) -> int:

@@ -67,9 +67,8 @@ def test_a_resumed_run_has_the_same_losses(runs, arm):
         assert [record[key] for record in resumed] == [record[key] for record in straight], key
 
 
-@pytest.mark.parametrize(
-    "arm", ["mdlm", "latent_dit_adaln"]
-)  # AR, GIDD and HDLM: in the tests of their tasks
+# AR, GIDD and HDLM: in the tests of their tasks.
+@pytest.mark.parametrize("arm", ["mdlm", "latent_dit_adaln"])
 def test_the_skipped_step_is_replayed(runs, arm, tmp_path, monkeypatch):
     from mmldlm.cli import main
     from mmldlm.tasks.baselines.mdlm import MaskingCollator

@@ -204,8 +204,7 @@ def test_weights_beside_other_things(tmp_path, key):
         open_source(tmp_path / "checkpoint.pt")
 
 
-# -- shards, selections, safetensors as a source
-# ----------------------------------------------------------------------
+# -- shards, selections, safetensors as a source --------------------------------------------------
 
 
 @pytest.mark.parametrize("size, files", [("100", 11), ("400B", 2), ("1GB", 1)])
@@ -304,8 +303,7 @@ def test_written_output_that_changed_is_seen(fsdp_dir, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-# -- inspect and diff
-# -------------------------------------------------------------------------------------------------
+# -- inspect and diff -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("folder, engine, _", [*SOURCES, ("plain_muon", "ddp", "")])

@@ -126,8 +126,7 @@ def test_damage_is_refused(reader, bases, tmp_path):
     assert not problems, "\n\n".join(problems)
 
 
-# -- The harness can fail
-# -------------------------------------------------------------------------------------------------
+# -- The harness can fail -------------------------------------------------------------------------
 
 
 def read_some(folder: Path) -> bytes:

@@ -45,9 +45,8 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(store, tmp_path):
             assert records[4]["lr"] == records[3]["lr"] == records[2]["lr"] != records[5]["lr"]
             skips = [e for e in read_log(tmp_path, name, "events.jsonl") if e["event"] == "skip"]
             assert [e["step"] for e in skips] == [3, 4] and "gradient norm" in skips[1]["reason"]
-            convert(
-                tmp_path / name / "latest", tmp_path / f"{name}_out"
-            )  # refuses non-finite weights
+            # Refuses non-finite weights.
+            convert(tmp_path / name / "latest", tmp_path / f"{name}_out")
 
 
 def test_muon_on_every_engine(store, tmp_path):

@@ -55,9 +55,10 @@ CHECKPOINTS = {
         "87d6f82abb06f8ef62b58bce6a28d8c76c99b721a80212f0423a3ffba3d7cfa4", *FSDP
     ),
     "2b95890/single": Saved("693e203d777cf36077cf5541233033170b4a0a0e20a20612d963280f1143e1fd"),
+    # With Muon.
     "1d30e24/zero2": Saved(
         "e2a763152eea0c09ac9f1b4e892b0490720fbec272bf4d00ea8736995ab7ee7c", *ZERO2
-    ),  # with Muon
+    ),
     "1d30e24/fsdp": Saved(
         "cc0be5ad1b5b36e8b6fb4b2f3ce14116577e2a125bbf9813e4a743eeb704adb6", *FSDP
     ),

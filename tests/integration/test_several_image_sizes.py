@@ -103,9 +103,8 @@ def test_every_batch_has_one_size_on_any_ranks(run):
 def test_the_flops_of_a_step_are_those_of_its_size(run):
     task, data, _, found = run
     for count, batch in found.items():
-        part = task.collator(data).collate(
-            batch, np.arange(3), data.train, data.train_lengths
-        )  # a rank's share
+        # A rank's share.
+        part = task.collator(data).collate(batch, np.arange(3), data.train, data.train_lengths)
         assert part.counts["all_latents"] == GLOBAL_BATCH * count
         lengths = data.train_lengths[batch.ids].tolist()
         flops = task.training_flops(

@@ -165,9 +165,8 @@ def test_from_training_to_text_again(store, tmp_path):
         == 0
     )
     assert len((tmp_path / "a" / "samples.jsonl").read_text().splitlines()) == 3
-    named = load_pretrained(
-        run / "latest"
-    ).model.state_dict()  # the ZeRO-3 checkpoint itself, not converted
+    # The ZeRO-3 checkpoint itself, not converted.
+    named = load_pretrained(run / "latest").model.state_dict()
     assert all(torch.equal(named[name], tensor) for name, tensor in model.state_dict().items())
     assert (
         main(
@@ -184,9 +183,8 @@ def test_from_training_to_text_again(store, tmp_path):
         )
         == 0
     )
-    assert (
-        -1 <= json.loads((tmp_path / "b" / "samples.jsonl").read_text())["cosine"] <= 1
-    )  # the encoder's text is known
+    # The encoder's text is known.
+    assert -1 <= json.loads((tmp_path / "b" / "samples.jsonl").read_text())["cosine"] <= 1
     latents = np.load(tmp_path / "b" / "latents.npy")
     assert latents.shape == (1, 384) and np.isfinite(latents).all()
     example = (ROOT / "README.md").read_text().split("In Python:\n")[1].split("\n[More]")[0]

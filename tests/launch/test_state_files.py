@@ -139,6 +139,5 @@ def test_a_port_is_held_for_one_launch_at_a_time():
     )
     assert "reserved by another" in done.stdout
     node_agent.release({"launch": "none"})
-    assert (
-        subprocess.run([sys.executable, "-c", other], capture_output=True).returncode == 1
-    )  # KeyError: it is free
+    # KeyError: it is free.
+    assert subprocess.run([sys.executable, "-c", other], capture_output=True).returncode == 1

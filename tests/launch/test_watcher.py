@@ -114,9 +114,8 @@ def test_a_rank_without_a_state_is_judged_by_the_launcher(
     one, states, views = watched
     one.process = ended(code)
     views_of_none = {name: {"ranks": [], "processes": 0, "ended": []} for name in "abc"}
-    assert (
-        one.evaluate(views_of_none, True, 10.0).code == 1
-    )  # a launcher that ended before it started anything
+    # A launcher that ended before it started anything.
+    assert one.evaluate(views_of_none, True, 10.0).code == 1
     for name in "ac":
         states[name].update(exit=EXIT_DONE, alive=False)
         views[name]["processes"] = 0

@@ -14,9 +14,8 @@ from mmldlm.models.packing import has_varlen
 from tests.models.reference_mmdit import use_reference_blocks
 from tests.support.forward import run_model
 
-RELATIVE = (
-    1e-10  # of the largest element of a tensor; fp64 rounding through two blocks is about 1e-13
-)
+# Of the largest element of a tensor; fp64 rounding through two blocks is about 1e-13.
+RELATIVE = 1e-10
 
 
 def make(**more) -> MultimodalMMDiT:

@@ -61,9 +61,8 @@ def test_every_place_has_sinusoids_of_its_own(rows, columns, width):
     table = grid_positions(rows, columns, width)
     assert table.shape == (rows * columns, width) and table.abs().max() <= 1
     assert len(torch.unique(table, dim=0)) == rows * columns
-    assert float(table.square().mean()) == pytest.approx(
-        0.5, abs=0.15
-    )  # beside tokens of a standard deviation of 1
+    # Beside tokens of a standard deviation of 1.
+    assert float(table.square().mean()) == pytest.approx(0.5, abs=0.15)
     # One half tells columns apart, the other rows: places of a row share the second half.
     half = 2 * -(-width // 4)
     row = table.view(rows, columns, width)[-1]

@@ -267,9 +267,8 @@ def test_gradients_reach_every_parameter():
     model = make().train()
     everyone = torch.tensor([True, False, False, False])
     tokens, latents, text_t, latent_t = inputs()
-    positions = torch.cat(
-        [torch.zeros(1, dtype=torch.int64), torch.arange(10, 40)]
-    )  # of a null text only its first
+    # Of a null text only its first.
+    positions = torch.cat([torch.zeros(1, dtype=torch.int64), torch.arange(10, 40)])
     out = run_model(
         model,
         tokens,
@@ -343,7 +342,8 @@ def test_compiled_blocks_give_the_same_with_one_graph_for_all_lengths():
         [10, 10, 8, 10],
         [12, 7, 11],
         [9, 9, 9, 3, 6],
-    ):  # several blocks, batches and lengths
+    ):
+        # Several blocks, batches and lengths.
         real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         tokens, latents, text_t, latent_t = inputs(len(lengths), max(lengths))
         positions = real.flatten().nonzero()[::2, 0]

@@ -49,9 +49,8 @@ def test_fused_layers_and_reference_agree_with_gradients(case, more):
     layers = make(**ROPE, **more)
     layers.blocks[0].to_out.register_forward_hook(lambda *_: None)
     assert largest_error(gradients(layers, given), expected)[0] < RELATIVE
-    assert (
-        largest_error(gradients(make(**GRID, **more), given), expected)[0] > 1e-3
-    )  # it does something
+    # It does something.
+    assert largest_error(gradients(make(**GRID, **more), given), expected)[0] > 1e-3
 
 
 @pytest.mark.parametrize("case", CASES)

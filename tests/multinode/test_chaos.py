@@ -49,8 +49,7 @@ def test_six_faults_leave_the_run_as_if_undisturbed(store, tmp_path):
     }
 
 
-# -- its evaluation
-# -------------------------------------------------------------------------------------------------
+# -- its evaluation -------------------------------------------------------------------------------
 
 
 class Scene(Training):

@@ -315,9 +315,8 @@ def test_compiled_blocks_are_watched_without_a_hook_inside_them():
     from mmldlm.observe.layer_stats import ActivationRecorder
 
     block = model.blocks[0]
-    block._compiled_call_impl = (
-        block.forward
-    )  # what Module.compile() sets; compiling for real takes a C++ compiler
+    # What Module.compile() sets; compiling for real takes a C++ compiler.
+    block._compiled_call_impl = block.forward
     kept = block._compiled_call_impl
     activations = ActivationRecorder(model)
     activations.start()

@@ -161,9 +161,8 @@ def test_renormalised_and_unit_latents(toys):
     plain = sample_latents(
         model, None, num_samples=2, diffusion=diffusion, steps=3, renormalize=True
     )
-    torch.testing.assert_close(
-        plain, torch.full((2, 4), 0.25)
-    )  # the last estimate is returned as it is
+    # The last estimate is returned as it is.
+    torch.testing.assert_close(plain, torch.full((2, 4), 0.25))
     on_sphere = (torch.full((4,), 0.5) - 0.1) / 0.5  # raw (0.5, 0.5, 0.5, 0.5) has norm 1
     start = normals(0, Stream.LATENT, range(2), (1, 4))[:, 0]
     alpha, sigma = (
@@ -285,18 +284,18 @@ def test_guidance_in_an_interval_leaves_the_other_steps_alone(toys):
 
     options = {"diffusion": GaussianProcess(), "steps": 4, "guidance": 3.0}
     part = sample_latents(Two(), [[3]], guidance_interval=(0.4, 0.8), **options)
-    assert [t for given, t in seen if not given] == [0.75, 0.5] and len(
-        seen
-    ) == 6  # of t = 1, .75, .5, .25
+    # Of t = 1, .75, .5, .25.
+    assert [t for given, t in seen if not given] == [0.75, 0.5] and len(seen) == 6
     torch.testing.assert_close(part, torch.ones(1, 4))  # the last estimate has none
     whole = sample_latents(Two(), [[3]], guidance_interval=(0, 1), **options)
     assert torch.equal(whole, sample_latents(Two(), [[3]], **options))
 
 
+# Of two steps, at 1 and 0.5.
 @pytest.mark.parametrize(
     "guidance,interval",
     [(1.0, (0.0, 0.9)), (2.0, (0.9, 0.1)), (2.0, (0.5, 1.5)), (2.0, (0.6, 0.9))],
-)  # of two steps, at 1 and 0.5
+)
 def test_an_interval_without_guidance_is_an_error(toys, guidance, interval):
     with pytest.raises(UserError, match="--guidance-interval"):
         sample_latents(
@@ -327,9 +326,8 @@ def test_estimates_are_clamped_to_the_range_of_the_data(toys, method):
     for (
         t,
         z,
-    ) in (
-        states
-    ):  # on the straight path the state is t * noise + (1 - t) * the clamped estimate of 1.8
+    ) in states:
+        # On the straight path the state is t * noise + (1 - t) * the clamped estimate of 1.8.
         expected = (1 - t) * torch.full((2, 4), 1.8) + t * start
         torch.testing.assert_close(z.sort(0).values, expected.sort(0).values, rtol=0, atol=1e-5)
     free = sample_latents(Far(mean=0.1, std=0.5), None, **options)

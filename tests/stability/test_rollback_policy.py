@@ -75,9 +75,8 @@ def test_a_corrupted_row_is_left_out_and_named(store, tmp_path, monkeypatch):
     def corrupted(self, indices):
         rows = get(self, indices)
         for place, index in enumerate(indices):
-            if (
-                index == bad_row and len(indices) <= 16
-            ):  # not yet when the run opens its data, which would refuse it
+            if index == bad_row and len(indices) <= 16:
+                # Not yet when the run opens its data, which would refuse it.
                 rows.latents[place, 3] = np.nan
         return rows
 

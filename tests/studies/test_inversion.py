@@ -128,9 +128,8 @@ def test_claims_read_what_was_reached():
     )
     assert all(claim["holds"] for claim in claims)
     reported = {name: one["value"] for name, one in inversion.differences_of(found).items()}
-    assert reported[f"bleu_against_ar_equal_flops ({ADAPTIVE[-1]})"] == pytest.approx(
-        -1.4
-    )  # in a third of AR's passes
+    # In a third of AR's passes.
+    assert reported[f"bleu_against_ar_equal_flops ({ADAPTIVE[-1]})"] == pytest.approx(-1.4)
     assert reported[f"sentence_bleu: {CORRECTOR} - {LOCAL}"] == pytest.approx(1.5)
     assert reported[f"sentence_bleu: {CORRECTOR} - {BLIND}"] == pytest.approx(0.5)
     assert "| 6.0 ± 0.4 | 6.0 ± 0.6 |" in line("greedy", found[GREEDY])

@@ -36,11 +36,12 @@ ORDER = (
 )
 DISTRIBUTED = ("torch.distributed", "deepspeed", "mpi4py")
 LAZY = ("mpi4py", "wandb", "matplotlib")  # needed by few commands, slow or absent elsewhere
+# What runs on every node starts without torch.
 FEW_NODES_NEED_TORCH = (
     "cluster",
     "preflight",
     "launch",
-)  # what runs on every node starts without torch
+)
 
 
 def imports(tree):

@@ -256,9 +256,8 @@ def play_beside(
         for neighbor, process in zip(neighbors, beside, strict=True):
             neighbor.act(cluster, neighbor.name)
             output, _ = process.communicate(timeout=240)
-            deadline = (
-                time.monotonic() + 60
-            )  # without a head, the nodes end their parts by themselves
+            # Without a head, the nodes end their parts by themselves.
+            deadline = time.monotonic() + 60
             while (left := _left(cluster, neighbor.name)) and time.monotonic() < deadline:
                 time.sleep(0.5)
             seen, deadline = steps_of(folder, "kept"), time.monotonic() + 60

@@ -132,9 +132,8 @@ def main() -> None:
     ):
         try:
             load(torch, deepspeed, job)
-        except (
-            BaseException
-        ) as error:  # a rank that fails must not leave the others in a collective
+        except BaseException as error:
+            # A rank that fails must not leave the others in a collective.
             print(f"job {number}: {type(error).__name__}: {error}", flush=True)
             os._exit(1)
         if deepspeed.comm.get_rank() == 0:

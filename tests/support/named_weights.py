@@ -60,8 +60,7 @@ class _Features(nn.Module):
 def save_features(path: Path) -> str:
     """Write the mean color as TorchScript; return its path."""
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of torch.jit, the form of published networks
+        # Of torch.jit, the form of published networks.
+        warnings.simplefilter("ignore", DeprecationWarning)
         torch.jit.script(_Features()).save(str(path))
     return str(path)

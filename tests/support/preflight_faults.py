@@ -154,8 +154,7 @@ def everywhere(id: str) -> tuple[tuple[str, str], ...]:
     return tuple((id, name) for name in ALL)
 
 
-# -- hostfile
-# -------------------------------------------------------------------------------------------------
+# -- hostfile -------------------------------------------------------------------------------------
 
 
 @fault("hostfile missing", ("HOST001", ""), words=("No such file", "check the path"))
@@ -194,8 +193,7 @@ def _(scene, stack):
     scene.hostfile_text = "n1 slots=1\nn2 slots=1\nalias slots=1\n"
 
 
-# -- ssh
-# -------------------------------------------------------------------------------------------------
+# -- ssh ------------------------------------------------------------------------------------------
 
 
 @fault("unknown host key", ("SSH003", "n2"), words=("ssh-keyscan -H n2 >>",))
@@ -329,8 +327,7 @@ def jumbo_frames(scene, stack, *names: str) -> None:
         stack.callback(scene.cluster[name].sh, *link, "mtu", 1500, "gso_max_segs", 65535)
 
 
-# -- the node's programs and files
-# -------------------------------------------------------------------------------------
+# -- the node's programs and files ----------------------------------------------------------------
 
 
 @fault("python missing", ("PY001", "n3"), words=("no such interpreter", "virtual environment"))
@@ -436,8 +433,7 @@ def _(scene, stack):
     host.popen("sh", "-c", f"cat /dev/zero > {scene.save_dir}/filler 2>/dev/null").wait()
 
 
-# -- limits
-# -------------------------------------------------------------------------------------------------
+# -- limits ---------------------------------------------------------------------------------------
 
 
 @fault("/dev/shm too small", ("LIM001", "n2"), words=("64.0 MiB", "--shm-size"))
@@ -502,8 +498,7 @@ def _(scene, stack):
     time.sleep(0.3)
 
 
-# -- network
-# -------------------------------------------------------------------------------------------------
+# -- network --------------------------------------------------------------------------------------
 
 
 @fault("own name is 127.0.1.1", ("NET002", "n2"), words=("n2 is 127.0.1.1", "10.77.0.2 n2"))
@@ -694,8 +689,7 @@ def _(scene, stack):
     scene.env_file("# interfaces\nGLOO_SOCKET_IFNAME=eth0\n")
 
 
-# -- the plan
-# -------------------------------------------------------------------------------------------------
+# -- the plan -------------------------------------------------------------------------------------
 
 
 @fault("unknown key", ("CFG001", ""), words=("training.num_steps", "config --keys"))

@@ -221,8 +221,7 @@ def _rendezvous_port() -> int:
             return port
 
 
-# -- the process from which ranks are forked
-# ---------------------------------------------------------------------------
+# -- the process from which ranks are forked ------------------------------------------------------
 
 
 def _start_server(address: str) -> subprocess.Popen:

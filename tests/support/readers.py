@@ -66,8 +66,7 @@ class Reader:
         return sorted(n for n in names if any(fnmatch(n, pattern) for pattern in self.files))
 
 
-# -- Folders
-# -------------------------------------------------------------------------------------------------
+# -- Folders --------------------------------------------------------------------------------------
 
 
 def make_images(folder: Path, made: dict[str, Path]) -> None:
@@ -301,8 +300,7 @@ BASES: dict[str, Callable[[Path, dict[str, Path]], None]] = {
 """Name -> what makes a folder, given those before it."""
 
 
-# -- Readers
-# -------------------------------------------------------------------------------------------------
+# -- Readers --------------------------------------------------------------------------------------
 
 
 def command(*words: object, codes: tuple[int, ...] = (EXIT_DONE,)) -> str:

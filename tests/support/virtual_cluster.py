@@ -143,8 +143,7 @@ class Host:
         self.sh("kill", pid)
         (self.folder / "sshd.pid").unlink(missing_ok=True)
 
-    # -- faults: each holds while its context is open
-    # ------------------------------------------------------------------
+    # -- faults: each holds while its context is open ---------------------------------------------
 
     @contextlib.contextmanager
     def bound(self, source, target):
@@ -493,9 +492,8 @@ class VirtualCluster:
         for process in reversed(self._processes):
             process.kill()
             process.wait()
-        deadline = (
-            time.monotonic() + 10
-        )  # a host's init, and with it all of the host, ends after what started it
+        # A host's init, and with it all of the host, ends after what started it.
+        deadline = time.monotonic() + 10
         while (
             any(Path(f"/proc/{host.pid}").exists() for host in self.hosts if host.pid)
             and time.monotonic() < deadline

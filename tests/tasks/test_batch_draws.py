@@ -21,7 +21,8 @@ def test_they_are_standard_normal_and_independent():
         (2, 1, 2),
         (3, 0, 15),
         (4, 3, 96),
-    ):  # variance of each power
+    ):
+        # Variance of each power.
         assert abs(float((values**power).mean()) - expected) < 4.5 * math.sqrt(spread / count), (
             power
         )

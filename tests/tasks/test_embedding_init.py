@@ -85,9 +85,8 @@ def test_byte_level_tokens_are_spelled_without_their_space():
 def test_a_vocabulary_that_the_encoder_can_hardly_spell_is_refused(store, tmp_path):
     foreign = edited(store, tmp_path, "tokenizer", "name", "other")
     size = foreign.manifest["tokenizer"]["vocab_size"]
-    foreign.manifest["tokenizer"]["vocab_size"] = (
-        3 * size
-    )  # as if two thirds of it were other scripts
+    # As if two thirds of it were other scripts.
+    foreign.manifest["tokenizer"]["vocab_size"] = 3 * size
     with pytest.raises(UserError, match=f"of {3 * size} in"):
         encoder_token_embeddings(foreign, 32)
 

@@ -23,9 +23,8 @@ from tests.support.helpers import ROOT, rank_server
 COMMAND = Path(__file__).with_name("command.py")
 TRAIN = ROOT / "mmldlm" / "train.py"
 LAUNCHERS = ROOT / "launchers"
-SLOW = (
-    pytest.mark.slow_trial
-)  # runs with `bash tests/run.sh --trials` only: takes over three seconds
+# Runs with `bash tests/run.sh --trials` only: takes over three seconds.
+SLOW = pytest.mark.slow_trial
 
 
 def todo(entry: str):

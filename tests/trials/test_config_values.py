@@ -27,8 +27,7 @@ def config(*words: object, **options: object) -> Result:
     return mmldlm("config", "--config-name", "tiny", *words, **options)
 
 
-# -- public-reports C 1 own-config
-# ------------------------------------------------------------------------------------
+# -- public-reports C 1 own-config ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", few(["0829", "12e4567", "- x: #"], "12e4567"))
@@ -85,8 +84,7 @@ def test_a_run_named_like_a_number_is_resumed(name, trial_store, tmp_path):
     succeeds(train_rank("--config", tmp_path / name / "config.yaml", *more), "step 6/6")
 
 
-# -- numbers
-# -------------------------------------------------------------------------------------------------
+# -- numbers --------------------------------------------------------------------------------------
 
 OUT_OF_BOUNDS = {
     "public-reports C 14, bounds": [
@@ -161,9 +159,8 @@ def test_numbers_that_no_run_can_use_are_refused_by_key(entries):
     words = OUT_OF_BOUNDS.get(entries) or [
         word for words in OUT_OF_BOUNDS.values() for word in words
     ]
-    words = list(
-        {word.partition("=")[0]: word for word in words}.values()
-    )  # a later word for a key wins
+    # A later word for a key wins.
+    words = list({word.partition("=")[0]: word for word in words}.values())
     result = config(*words)
     refuses(result)
     for word in words:
@@ -265,8 +262,7 @@ def test_numbers_out_of_range_in_options_are_refused_by_name(line, tmp_path):
     assert not (tmp_path / "N").exists()
 
 
-# -- paths
-# -------------------------------------------------------------------------------------------------
+# -- paths ----------------------------------------------------------------------------------------
 
 PATH_KEYS = (
     "logging.save_dir",
@@ -370,8 +366,7 @@ def test_the_same_folder_in_another_spelling_gives_no_note(trial_run, trial_stor
     assert "changed since" not in resumed
 
 
-# -- public-reports C 18 config-words
-# ---------------------------------------------------------------------------------
+# -- public-reports C 18 config-words -------------------------------------------------------------
 
 
 CONFIGS = (
@@ -388,8 +383,7 @@ def test_configs_of_other_writers_are_read(text, tmp_path):
     succeeds(config("--config", tmp_path / "own"), "num_train_steps: 3")
 
 
-# -- DeepSpeed JSON and schedules
-# -------------------------------------------------------------------------------------
+# -- DeepSpeed JSON and schedules -----------------------------------------------------------------
 
 STAGE = '{"zero_optimization": {"stage": 2, '
 JSON_FILES = {
@@ -428,8 +422,7 @@ def test_a_deepspeed_json_with_a_byte_order_mark_is_read(tmp_path, trial_store):
     succeeds(config("--check", *words, f"logging.save_dir={tmp_path}"))
 
 
-# -- environment
-# -------------------------------------------------------------------------------------------------
+# -- environment ----------------------------------------------------------------------------------
 
 
 VARIABLES = (
@@ -456,8 +449,7 @@ def test_a_variable_that_is_no_number_is_refused_by_name(variable, trial_store, 
     assert not (tmp_path / "env").exists()
 
 
-# -- tasks of the user
-# ------------------------------------------------------------------------------------------------
+# -- tasks of the user ----------------------------------------------------------------------------
 
 GOOD_TASK = """
 import numpy as np, torch

@@ -29,8 +29,7 @@ from tests.trials.harness import (
     virtual_cluster,
 )
 
-# -- modules of the working folder
-# -------------------------------------------------------------------------------------
+# -- modules of the working folder ----------------------------------------------------------------
 
 STANDARD = (
     "random",
@@ -163,8 +162,7 @@ def test_a_working_folder_that_was_deleted_is_named(trial_store, tmp_path):
     refuses(result, "working folder.*no longer exists")
 
 
-# -- virtual environments
-# ----------------------------------------------------------------------------------------------
+# -- virtual environments -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -205,8 +203,7 @@ def test_an_environment_of_this_checkout_is_used(tmp_path):
         succeeds(shell(command), "own")
 
 
-# -- limits of a job
-# -------------------------------------------------------------------------------------------------
+# -- limits of a job ------------------------------------------------------------------------------
 
 FAKE = """
 import builtins, io, os, re
@@ -295,8 +292,7 @@ def test_a_machine_without_loopback_is_told_so(trial_store, tmp_path):
         assert result.code and not result.traceback and pattern in result, result.output
 
 
-# -- clocks of other hosts
-# ---------------------------------------------------------------------------------------------
+# -- clocks of other hosts ------------------------------------------------------------------------
 
 
 def _log(folder, offset: float, age: float) -> None:
@@ -338,8 +334,7 @@ def test_a_run_is_alive_by_what_arrives(tmp_path, offset, age, code):
     assert ("the clock of the run's host" in result) == bool(offset), result.output
 
 
-# -- variables
-# -------------------------------------------------------------------------------------------------
+# -- variables ------------------------------------------------------------------------------------
 
 
 @SLOW

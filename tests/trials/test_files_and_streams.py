@@ -22,8 +22,7 @@ from tests.trials.harness import (
     train_rank,
 )
 
-# -- FIFOs, devices and sockets in place of files
-# -------------------------------------------------------------------
+# -- FIFOs, devices and sockets in place of files -------------------------------------------------
 
 
 def slow(*values):
@@ -135,8 +134,7 @@ def test_what_is_no_file_is_no_sts_file(trial_model, tmp_path):
     )
 
 
-# -- names that rich, matplotlib or UTF-8 would change
-# --------------------------------------------------------------
+# -- names that rich, matplotlib or UTF-8 would change --------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["x[/b]", "a:smile:$$[red]", *slow("S[old]", "a b")])
@@ -212,8 +210,7 @@ def test_bytes_that_are_not_utf8_are_refused_before_any_work(
     assert list(tmp_path.iterdir()) == []
 
 
-# -- numbers that JSON does not hold
-# --------------------------------------------------------------------------------
+# -- numbers that JSON does not hold --------------------------------------------------------------
 
 
 def test_a_figure_that_is_not_finite_is_shown_written_and_named(
@@ -245,8 +242,7 @@ def test_a_figure_that_is_not_finite_is_shown_written_and_named(
     assert "nan" in (tmp_path / "e.html").read_text(encoding="utf-8")
 
 
-# -- the environment
-# ------------------------------------------------------------------------------------------------
+# -- the environment ------------------------------------------------------------------------------
 
 
 BACKENDS = ["module://matplotlib_inline.backend_inline", *slow("TkAgg", "no_such_backend")]

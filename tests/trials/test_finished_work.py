@@ -26,8 +26,7 @@ from tests.trials.harness import (
     train_rank,
 )
 
-# -- a tracker
-# -------------------------------------------------------------------------------------------------
+# -- a tracker ------------------------------------------------------------------------------------
 
 WANDB = """
 import time
@@ -102,8 +101,7 @@ def test_a_tracker_never_changes_how_a_run_ends(trial_store, tmp_path, stub):
     assert (tmp_path / "r" / "latest").resolve().name == "step_00000006"
 
 
-# -- plots
-# -------------------------------------------------------------------------------------------------
+# -- plots ----------------------------------------------------------------------------------------
 
 
 def test_a_plot_that_fails_is_a_warning(trial_store, tmp_path):
@@ -129,8 +127,7 @@ def test_the_end_of_a_failed_run_is_an_event(trial_store, tmp_path):
     assert (last["event"], last["exit_code"]) == ("end", result.code)
 
 
-# -- files of the data that vanish in mid-run
-# -----------------------------------------------------------------------
+# -- files of the data that vanish in mid-run -----------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -226,8 +223,7 @@ def test_a_save_needs_nothing_of_the_data(image_store, tmp_path, name, how):
     assert (saved / "codebook.npy").read_bytes() == (image_store / "codebook.npy").read_bytes()
 
 
-# -- outputs
-# -------------------------------------------------------------------------------------------------
+# -- outputs --------------------------------------------------------------------------------------
 
 
 def sample_words(model, out, *more) -> list:
@@ -355,8 +351,7 @@ def test_samples_into_a_folder_that_is_a_link(trial_model, tmp_path):
     assert (tmp_path / "big" / "o" / "samples.jsonl").is_file()
 
 
-# -- two calls at once
-# ----------------------------------------------------------------------------------------------
+# -- two calls at once ----------------------------------------------------------------------------
 
 
 def both(*calls):
@@ -426,8 +421,7 @@ def test_a_file_that_another_call_writes_is_refused(trial_run, trial_store, tmp_
     assert os.listdir(tmp_path) == ["p.png"]
 
 
-# -- later issues
-# -------------------------------------------------------------------------------------------------
+# -- later issues ---------------------------------------------------------------------------------
 
 
 @SLOW

@@ -77,8 +77,7 @@ def zero(tmp_path_factory) -> Path:
     return zero_folder(tmp_path_factory.mktemp("zero") / "in")
 
 
-# -- folders of several models
-# ----------------------------------------------------------------------------------------
+# -- folders of several models --------------------------------------------------------------------
 
 SEVERAL = [
     ("model.safetensors", "model_1.safetensors"),  # accelerate
@@ -226,8 +225,7 @@ def test_a_name_that_only_ends_like_deepspeeds(tmp_path, name):
     assert tensors_in(tmp_path / "out")["w"].equal(MATRIX)
 
 
-# -- parts of sharded checkpoints
-# -------------------------------------------------------------------------------------
+# -- parts of sharded checkpoints -----------------------------------------------------------------
 
 MODULE = {
     "module": {"w": MATRIX},
@@ -349,8 +347,7 @@ def test_a_rank_of_megatron(tmp_path):
     succeeds(convert(save(tmp_path / "model_optim_rng.pt", value)))
 
 
-# -- one file in two
-# -------------------------------------------------------------------------------------------------
+# -- one file in two ------------------------------------------------------------------------------
 
 
 def torch_bytes(value) -> bytes:
@@ -390,8 +387,7 @@ def test_one_file_in_two_is_refused(tmp_path, kind):
     refuses(convert(tmp_path / "m.nemo"), says)
 
 
-# -- values
-# -------------------------------------------------------------------------------------------------
+# -- values ---------------------------------------------------------------------------------------
 
 
 def test_views_that_torch_saves_with_a_sign(tmp_path):
@@ -523,8 +519,7 @@ def test_a_pickle_that_runs_programs_is_refused(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-# -- other kinds of files
-# ---------------------------------------------------------------------------------------------
+# -- other kinds of files -------------------------------------------------------------------------
 
 
 def other_file(kind: str, path: Path) -> None:
@@ -605,8 +600,7 @@ def test_a_file_without_a_state_dict(tmp_path, says):
     refuses(convert(save(tmp_path / "in.pt", OBJECTS_ALONE[says])), says, "state_dict")
 
 
-# -- what a folder holds
-# -------------------------------------------------------------------------------------------------
+# -- what a folder holds --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", default(["GGUF", "Git LFS"]))
@@ -683,8 +677,7 @@ def test_an_optimizer_file_is_named(tmp_path):
     )
 
 
-# -- folders of DeepSpeed
-# ---------------------------------------------------------------------------------------------
+# -- folders of DeepSpeed -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", default(["config", "latest", "manifest", "macOS"]))
@@ -803,8 +796,7 @@ def test_weights_of_16_bits_without_masters(tmp_path, dtype):
     assert ("no fp32 masters" in result) == (dtype == torch.bfloat16)
 
 
-# -- training.resume
-# -------------------------------------------------------------------------------------------------
+# -- training.resume ------------------------------------------------------------------------------
 
 RESUMED = {
     "export": ("model", "init_from"),

@@ -35,8 +35,7 @@ def line_of(*words: object) -> str:
     return " ".join(f"'{word}'" for word in (sys.executable, "-m", "mmldlm.cli", *words))
 
 
-# -- evaluation
-# -------------------------------------------------------------------------------------------------
+# -- evaluation -----------------------------------------------------------------------------------
 
 
 @SLOW
@@ -58,8 +57,7 @@ def test_an_evaluation_does_not_depend_on_its_batches(trial_store, tmp_path):
         assert found[0][key] == pytest.approx(found[1][key], rel=2e-3), (key, found)
 
 
-# -- machines
-# -------------------------------------------------------------------------------------------------
+# -- machines -------------------------------------------------------------------------------------
 
 
 @SLOW
@@ -246,8 +244,7 @@ def test_an_elastic_launch_goes_on_with_hsdp(trial_store, tmp_path):
     assert [record["step"] for record in records(log)] == list(range(1, 61))
 
 
-# -- full disks, and folders that cannot be
-# ---------------------------------------------------------------------------
+# -- full disks, and folders that cannot be -------------------------------------------------------
 
 
 @pytest.fixture
@@ -297,8 +294,7 @@ def test_a_folder_that_cannot_be_is_found_by_the_check(trial_store):
     refuses(mmldlm("config", *words, "logging.save_dir=/dev/null/x"), "/dev/null")
 
 
-# -- values
-# -------------------------------------------------------------------------------------------------
+# -- values ---------------------------------------------------------------------------------------
 
 
 def test_a_temperature_of_next_to_nothing_is_no_corrupt_model(trial_model, trial_store, tmp_path):
@@ -366,8 +362,7 @@ def test_a_batch_of_far_more_than_the_data_is_warned_of(trial_store, tmp_path):
     )
 
 
-# -- checkpoints of others
-# --------------------------------------------------------------------------------------------
+# -- checkpoints of others ------------------------------------------------------------------------
 
 FOREIGN_CLASSES = {
     "OLMo-core (part 2 POOR 1)": {

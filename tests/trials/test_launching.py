@@ -218,8 +218,7 @@ def test_a_killed_rank_is_never_exit_0(trial_store, tmp_path):
     assert process.wait(120) == 1
 
 
-# -- ranks without RANK
-# ------------------------------------------------------------------------------------------------
+# -- ranks without RANK ---------------------------------------------------------------------------
 
 NO_RANK = dict.fromkeys(
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -302,8 +301,7 @@ def test_two_tasks_of_srun_are_two_ranks(trial_store, tmp_path):
     succeeds(shell("\n".join([*lines, "wait $p0 && wait $p1"]), timeout=200), r"x 2 rank\(s\)")
 
 
-# -- errors before the first heartbeat
-# ---------------------------------------------------------------------------------
+# -- errors before the first heartbeat ------------------------------------------------------------
 
 
 def test_a_gloo_interface_of_another_machine_is_named(trial_store, tmp_path):
@@ -420,8 +418,7 @@ def test_every_restart_of_torchrun_trains(trial_store, tmp_path):
     )
 
 
-# -- the scripts
-# -------------------------------------------------------------------------------------------------
+# -- the scripts ----------------------------------------------------------------------------------
 
 SAYS = 'printf "%s\\n" "${0##*/}" "$@"; echo "threads $OMP_NUM_THREADS"'
 
@@ -593,8 +590,7 @@ def test_a_signal_to_a_script_leaves_a_checkpoint(trial_store, tmp_path, name):
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]
 
 
-# -- DeepSpeed's monitors
-# ----------------------------------------------------------------------------------------------
+# -- DeepSpeed's monitors -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -620,8 +616,7 @@ def test_a_monitor_changes_no_gradient_and_is_no_traceback(trial_store, tmp_path
     refuses(train_rank("--deepspeed_config", tmp_path / "ds.json", *run), words)
 
 
-# -- the end, and machines that lack something
-# -------------------------------------------------------------------------
+# -- the end, and machines that lack something ----------------------------------------------------
 
 
 @SLOW

@@ -37,8 +37,7 @@ def manifest(folder) -> dict:
     return json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
 
 
-# -- own data
-# -------------------------------------------------------------------------------------------------
+# -- own data -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -83,8 +82,7 @@ def test_a_count_of_what_pack_read_is_no_dict_of_python(tmp_path):
     assert "{'" not in result
 
 
-# -- ends of commands
-# -------------------------------------------------------------------------------------------------
+# -- ends of commands -----------------------------------------------------------------------------
 
 
 @SLOW
@@ -163,8 +161,7 @@ def test_a_run_of_a_preset_is_named_after_it():
     succeeds(mmldlm("config", "--config-name", "tiny"), "run_name: tiny")
 
 
-# -- the model in Python
-# ----------------------------------------------------------------------------------------------
+# -- the model in Python --------------------------------------------------------------------------
 
 
 @SLOW
@@ -191,8 +188,7 @@ def test_a_device_that_is_not_there_is_named_in_python(trial_model):
     refuses(loaded_model(trial_model, device="cuda"), "cuda")
 
 
-# -- an own task
-# -------------------------------------------------------------------------------------------------
+# -- an own task ----------------------------------------------------------------------------------
 
 LEAK = GOOD_TASK.replace(
     "x = torch.tensor(samples[ids % len(samples)], dtype=torch.float32)",
@@ -240,8 +236,7 @@ def test_the_docs_of_tasks_have_a_skeleton_with_its_imports():
     assert "from mmldlm.tasks.base import" in text and re.search(r"\n8\. \*\*", text)
 
 
-# -- help and typing errors
-# -------------------------------------------------------------------------------------------
+# -- help and typing errors -----------------------------------------------------------------------
 
 
 def test_a_misspelt_verb_gets_a_proposal():
@@ -285,8 +280,7 @@ def test_the_readme_says_what_to_do_with_own_data():
     assert text.index("mmldlm launch") < text.index("deepspeed --hostfile")
 
 
-# -- machines and nodes
-# -----------------------------------------------------------------------------------------------
+# -- machines and nodes ---------------------------------------------------------------------------
 
 
 @SLOW

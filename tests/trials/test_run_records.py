@@ -143,8 +143,7 @@ def test_foreign_random_states_are_refused_without_torchs_advice(kind, run, tria
     assert "weights_only" not in result
 
 
-# -- the lock
-# -------------------------------------------------------------------------------------------------
+# -- the lock -------------------------------------------------------------------------------------
 
 
 def lock(**values: object) -> str:
@@ -195,8 +194,7 @@ def test_a_lock_with_wrong_values_is_of_an_unknown_job(kind, trial_store, tmp_pa
     refuses(train_rank(*words), "an unknown job trains in it")
 
 
-# -- replay
-# -------------------------------------------------------------------------------------------------
+# -- replay ---------------------------------------------------------------------------------------
 
 WRONG_RECORDS = {
     "cut": '{"step": 3',
@@ -220,8 +218,7 @@ def test_a_damaged_record_of_a_skip_is_refused_by_name(kind, run):
     refuses(mmldlm("replay", run, "last"), r"step_00000003\.json")
 
 
-# -- a run that trained nothing
-# ---------------------------------------------------------------------------------------
+# -- a run that trained nothing -------------------------------------------------------------------
 
 OVERFLOWS = ("training.dtype=fp16", "stability.loss_scale=1e18", "optimizer.warmup_steps=1")
 
@@ -260,8 +257,7 @@ def test_a_resume_in_which_every_step_is_skipped_ends_with_4(run, trial_store):
     refuses(train_rank(*words), "none was applied", code=4)
 
 
-# -- other records
-# -------------------------------------------------------------------------------------------------
+# -- other records --------------------------------------------------------------------------------
 
 
 @SLOW

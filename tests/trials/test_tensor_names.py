@@ -89,7 +89,8 @@ def test_a_child_called_module_keeps_its_name(tmp_path, kind):
         "torch_save",
         "torch_save_nested",
         "safetensors",
-    ):  # nothing in the file tells it from a wrapper's
+    ):
+        # Nothing in the file tells it from a wrapper's.
         assert "--strip-prefix module." in result
     else:
         assert "prefix" not in result

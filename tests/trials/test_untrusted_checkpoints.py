@@ -112,8 +112,7 @@ def leaks(out: Path) -> list[Path]:
     return [path for path in paths if SECRET.encode() in path.read_bytes()]
 
 
-# -- links (trials-3, BAD 14)
-# ------------------------------------------------------------------------------------------
+# -- links (trials-3, BAD 14) ---------------------------------------------------------------------
 
 
 def chain(path: Path, target: Path) -> None:
@@ -223,8 +222,7 @@ def test_a_cache_of_the_hub_is_read_as_its_files(tmp_path, secret):
     refuses(mmldlm("convert", snapshot, tmp_path / "out2"), "vocab.json")
 
 
-# -- names in files (conversion-trials 1, BAD 1; trials-3, POOR 6)
-# -----------------------------------------------------
+# -- names in files (conversion-trials 1, BAD 1; trials-3, POOR 6) --------------------------------
 
 
 @pytest.mark.parametrize(
@@ -257,8 +255,7 @@ def test_a_file_names_no_path_outside(tmp_path, kind, name):
     refuses(mmldlm("convert", source, tmp_path / "out"), r"the name |not a|no file|names")
 
 
-# -- special files (conversion-trials 1, P10)
-# --------------------------------------------------------------------------
+# -- special files (conversion-trials 1, P10) -----------------------------------------------------
 
 
 def replace_by(path: Path, kind: str) -> None:
@@ -273,9 +270,8 @@ def replace_by(path: Path, kind: str) -> None:
         with socket.socket(socket.AF_UNIX) as server:
             folder = os.open(path.parent, os.O_RDONLY)
             try:
-                server.bind(
-                    f"/proc/self/fd/{folder}/{path.name}"
-                )  # the path itself may be too long for a socket
+                # The path itself may be too long for a socket.
+                server.bind(f"/proc/self/fd/{folder}/{path.name}")
             finally:
                 os.close(folder)
 
@@ -342,8 +338,7 @@ def test_no_special_file_beside_a_model(tmp_path, name, kind):
         refuses(result, "directory|FIFO|socket|device|leads to|model.safetensors.index.json")
 
 
-# -- sizes and counts in headers
-# ---------------------------------------------------------------------------------------
+# -- sizes and counts in headers ------------------------------------------------------------------
 
 
 def torch_file(path: Path, pickled: bytes, storage: bytes = bytes(16)) -> None:
@@ -462,8 +457,7 @@ def test_a_world_of_claimed_ranks_in_a_manifest(tmp_path, value):
     )
 
 
-# -- two conversions into one folder (trials-3, BAD 1)
-# -----------------------------------------------------------------
+# -- two conversions into one folder (trials-3, BAD 1) --------------------------------------------
 
 
 @pytest.mark.parametrize("options", [(), ("--to", "zero2", "--force")])
@@ -501,8 +495,7 @@ def test_what_appears_meanwhile_is_kept(tmp_path):
     assert (out / "config.json").read_text() == "mine" and len(list(tmp_path.iterdir())) == 2
 
 
-# -- words
-# -------------------------------------------------------------------------------------------------
+# -- words ----------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_deleted_while_it_is_converted(tmp_path):

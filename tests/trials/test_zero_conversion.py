@@ -108,8 +108,7 @@ def everything_below(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-# -- names that become paths (conversion-trials 1, BAD 1)
-# --------------------------------------------------------------
+# -- names that become paths (conversion-trials 1, BAD 1) -----------------------------------------
 
 HOSTILE = {
     "parent": "../../../../evil",
@@ -182,8 +181,7 @@ def test_a_legitimate_name_survives(tmp_path, name):
     assert torch.equal(tensors(source)[name], torch.load(tmp_path / "source" / "model.pt")[name])
 
 
-# -- files of two saves (conversion-trials 1, BAD 6)
-# -------------------------------------------------------------------
+# -- files of two saves (conversion-trials 1, BAD 6) ----------------------------------------------
 
 
 def take(folder: Path, other: Path, *patterns: str) -> None:
@@ -262,9 +260,8 @@ def test_deepspeed_before_0_14_is_one_step_ahead(zero_folder, tmp_path):
     folder = zero_folder(3)
     for path in folder.glob("*model_states.pt"):
         change(path, lambda state: state.update(global_steps=2, ds_version="0.12.6"))
-    again = converted(
-        folder, tmp_path / "out", "zero2", "--world", "2"
-    )  # of this version, and ahead too
+    # Of this version, and ahead too.
+    again = converted(folder, tmp_path / "out", "zero2", "--world", "2")
     succeeds(mmldlm("convert", again, tmp_path / "out2"))
 
 
@@ -280,8 +277,7 @@ def test_universal_steps_of_another_save(universal_folder, tmp_path, step):
     )
 
 
-# -- counters (conversion-trials 1, BAD 7)
-# -----------------------------------------------------------------------------
+# -- counters (conversion-trials 1, BAD 7) --------------------------------------------------------
 
 
 WAYS = [
@@ -326,8 +322,7 @@ def test_an_object_that_is_not_kept_is_named(zero_folder, tmp_path, to):
     )
 
 
-# -- universal (conversion-trials 1, BAD 8 and 10)
-# ---------------------------------------------------------------------
+# -- universal (conversion-trials 1, BAD 8 and 10) ------------------------------------------------
 
 
 def test_universal_says_what_deepspeed_does_not_load(tmp_path):
@@ -360,8 +355,7 @@ def test_universal_masters_are_held_against_the_weights(zero_folder, tmp_path, s
     refuses(mmldlm("convert", folder, tmp_path / "out", "--to", to), "b.bias", "rounding")
 
 
-# -- rarer layouts
-# -------------------------------------------------------------------------------------------------
+# -- rarer layouts --------------------------------------------------------------------------------
 
 
 def test_tensors_without_elements_are_not_tied(zero_folder, tmp_path):

@@ -25,8 +25,7 @@ from typing import Any, Protocol, TypeVar
 from mmldlm.utils.input_files import check_kind, read_bytes, require_regular
 from mmldlm.utils.resources import available_cpus, raise_open_files
 
-# -- Descriptors
-# -------------------------------------------------------------------------------------------------
+# -- Descriptors ----------------------------------------------------------------------------------
 
 
 class _Closable(Protocol):
@@ -88,8 +87,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-# -- Writing
-# -------------------------------------------------------------------------------------------------
+# -- Writing --------------------------------------------------------------------------------------
 
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -138,8 +136,7 @@ def preallocate(fd: int, size: int) -> None:
         os.truncate(fd, size)
 
 
-# -- Checksums
-# -------------------------------------------------------------------------------------------------
+# -- Checksums ------------------------------------------------------------------------------------
 
 # The polynomial of CRC-32, its lowest power in the highest bit.
 _POLYNOMIAL = 0xEDB88320
@@ -241,8 +238,7 @@ class RangedCrc32:
         self._runs = {end: (start, crc) for start, end, crc in joined}
 
 
-# -- Threads
-# -------------------------------------------------------------------------------------------------
+# -- Threads --------------------------------------------------------------------------------------
 
 T = TypeVar("T")
 # More threads only help a remote file system, and each of them holds several chunks.

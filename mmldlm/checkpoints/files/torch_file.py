@@ -244,8 +244,7 @@ class TorchFile:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- reading
-    # ---------------------------------------------------------------------------------------------
+    # -- reading ----------------------------------------------------------------------------------
 
     def _pread(self, position: int, count: int) -> bytes:
         """Return up to `count` bytes of the zip."""
@@ -354,8 +353,7 @@ class TorchFile:
             raise corrupt_file_error(self.path, f"a {type(value).__name__} instead of a dict")
         return value
 
-    # -- tensors
-    # ---------------------------------------------------------------------------------------------
+    # -- tensors ----------------------------------------------------------------------------------
 
     def check_ref(self, ref: TensorRef, what: str) -> None:
         """Raise UserError if a tensor's description does not fit the record of its storage."""
@@ -439,8 +437,7 @@ class TorchFile:
         return negate(values, ref.dtype) if ref.negated else values
 
 
-# -- The directory of a zip file
-# -------------------------------------------------------------------------------------------------
+# -- The directory of a zip file ------------------------------------------------------------------
 
 _END, _END64, _LOCATOR, _ENTRY = 0x06054B50, 0x06064B50, 0x07064B50, 0x02014B50
 # These bytes hold the complete directory of a small zip.

@@ -24,8 +24,7 @@ from mmldlm.checkpoints.files.file_io import RangedCrc32
 from mmldlm.checkpoints.files.tensor_writer import TensorFileWriter, TensorSpec
 from mmldlm.checkpoints.files.unpickler import STORAGES
 
-# -- The pickle
-# -------------------------------------------------------------------------------------------------
+# -- The pickle -----------------------------------------------------------------------------------
 
 _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 
@@ -164,8 +163,7 @@ class PickleWriter:
         self.out += b"tR"
 
 
-# -- The zip file
-# -------------------------------------------------------------------------------------------------
+# -- The zip file ---------------------------------------------------------------------------------
 
 _ALIGNMENT = 64
 # Identifier of the extra field with which torch aligns records.

@@ -115,8 +115,7 @@ class DcpFormat:
         return plan, lambda folder: write_descriptions(source, optimizer, metadata, folder)
 
 
-# -- Reading
-# -------------------------------------------------------------------------------------------------
+# -- Reading --------------------------------------------------------------------------------------
 
 # accelerate and the Hugging Face Trainer save the optimizer of pytorch_model_fsdp_0 in optimizer_0
 # beside it.
@@ -237,8 +236,7 @@ class DcpCheckpoint(WeightSource):
                     raise corrupt_file_error(path, found)
                 self.moments.setdefault(key, {})[name] = moment.parts()
 
-    # -- optimizers of other programs
-    # -----------------------------------------------------------------------------
+    # -- optimizers of other programs -------------------------------------------------------------
 
     def _read_named_optimizer(self, optimizers: dict[Keys, dict], path: Keys) -> None:
         suffix = self.path.name.removeprefix(_ACCELERATE_MODEL)
@@ -248,8 +246,7 @@ class DcpCheckpoint(WeightSource):
         add_named_optimizer(self, optimizers, path)
 
 
-# -- Megatron-core
-# -------------------------------------------------------------------------------------------------
+# -- Megatron-core --------------------------------------------------------------------------------
 
 
 def _refuse_megatron(path: Path) -> None:
@@ -282,8 +279,7 @@ def _megatron_error(path: Path, found: str) -> UserError:
     )
 
 
-# -- trainable.json
-# -------------------------------------------------------------------------------------------------
+# -- trainable.json -------------------------------------------------------------------------------
 
 
 def _read_trainable(folder: Path) -> dict[str, Any] | None:
@@ -326,8 +322,7 @@ def _groups(path: Path, record: dict[str, Any]) -> list[Group]:
     return groups
 
 
-# -- Writing
-# -------------------------------------------------------------------------------------------------
+# -- Writing --------------------------------------------------------------------------------------
 
 _DCP = "torch.distributed.checkpoint.metadata"
 

@@ -113,8 +113,7 @@ class DeepSpeedFormat:
         return plan_zero(request), lambda folder: None
 
 
-# -- The optimizer
-# -------------------------------------------------------------------------------------------------
+# -- The optimizer --------------------------------------------------------------------------------
 
 # Entries of model_states files that the writers compute themselves.
 REGENERATED_KEYS = {

@@ -192,8 +192,7 @@ def check_ranks(folder: Path, files: dict[int, Path], world_size: int, what: str
         )
 
 
-# -- fields
-# -------------------------------------------------------------------------------------------------
+# -- fields ---------------------------------------------------------------------------------------
 
 
 def inner_optimizer(file: TorchFile) -> dict:
@@ -317,8 +316,7 @@ def inner_paddings(file: TorchFile, inner: dict, group: int, count: int) -> list
     return pads
 
 
-# -- Partitions
-# -------------------------------------------------------------------------------------------------
+# -- Partitions -----------------------------------------------------------------------------------
 
 
 def slice_sizes(needed: int, world: int) -> list[list[int]]:
@@ -359,8 +357,7 @@ class GatheredParts(RegularParts):
         return FileRange(self._files[rank], self._flats[rank], self._offset, count)
 
 
-# -- Counters
-# -------------------------------------------------------------------------------------------------
+# -- Counters -------------------------------------------------------------------------------------
 
 # Key in a model file that mmldlm wrote: the number of steps by which the optimizer was ahead in
 # the source, where that was one save. ZeRO-0 in bf16 has one file, and steps once by itself when
@@ -547,8 +544,7 @@ def states_of(optimizer: Any) -> Iterator[dict]:
             yield state
 
 
-# -- deepspeed.pt
-# -------------------------------------------------------------------------------------------------
+# -- deepspeed.pt ---------------------------------------------------------------------------------
 
 
 def write_deepspeed_state(metadata: OptimizerMetadata | None, folder: Path) -> None:

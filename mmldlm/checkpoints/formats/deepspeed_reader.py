@@ -250,8 +250,7 @@ class ZeroCheckpoint(WeightSource):
         self.tensors[name] = TensorInfo(name, "float32", shape, "trainable")
         self.parts[name] = parts
 
-    # -- ZeRO-0
-    # ---------------------------------------------------------------------------------------------
+    # -- ZeRO-0 -----------------------------------------------------------------------------------
 
     def _read_zero0(self, file: TorchFile, state: dict) -> None:
         module = tensors_of(state.get("module"), file.path, "module", self.notes)
@@ -311,8 +310,7 @@ class ZeroCheckpoint(WeightSource):
             )
         self.names_of_groups = masters.groups
 
-    # -- ZeRO-1 and 2
-    # ---------------------------------------------------------------------------------------------
+    # -- ZeRO-1 and 2 -----------------------------------------------------------------------------
 
     def _read_zero12(
         self, file: TorchFile, state: dict, optim: list[TorchFile], inners: list[dict]
@@ -376,8 +374,7 @@ class ZeroCheckpoint(WeightSource):
                 raise corrupt_file_error(file.path, found, SAME_SAVE_HINT)
         return states if states[0] else []
 
-    # -- ZeRO-3
-    # ---------------------------------------------------------------------------------------------
+    # -- ZeRO-3 -----------------------------------------------------------------------------------
 
     def _read_zero3(
         self,

@@ -57,8 +57,7 @@ def plan_zero(request: WriteRequest) -> WritePlan:
     return writer.plan
 
 
-# -- Partitions
-# -------------------------------------------------------------------------------------------------
+# -- Partitions -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -127,8 +126,7 @@ def _param_groups(metadata: OptimizerMetadata, owners: list[int]) -> list[dict[s
     ]
 
 
-# -- ZeRO
-# -------------------------------------------------------------------------------------------------
+# -- ZeRO -----------------------------------------------------------------------------------------
 
 
 class ZeroWriter:
@@ -343,8 +341,7 @@ class ZeroWriter:
         return config
 
 
-# -- Universal checkpoints
-# -------------------------------------------------------------------------------------------------
+# -- Universal checkpoints ------------------------------------------------------------------------
 
 
 def plan_universal(request: WriteRequest) -> WritePlan:

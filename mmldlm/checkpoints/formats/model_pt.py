@@ -115,8 +115,7 @@ class ModelPtFormat:
         return plan, lambda folder: None
 
 
-# -- Reading
-# -------------------------------------------------------------------------------------------------
+# -- Reading --------------------------------------------------------------------------------------
 
 # accelerate and the Hugging Face Trainer save the optimizer of FSDP's full state dict in a file
 # beside it.
@@ -220,8 +219,7 @@ class ModelFile(WeightSource):
             self.moments = moments_by_name(file, states, names, shapes) if states else {}
 
 
-# -- Writing
-# -------------------------------------------------------------------------------------------------
+# -- Writing --------------------------------------------------------------------------------------
 
 
 def plan_model_file(

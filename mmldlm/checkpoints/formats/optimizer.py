@@ -116,8 +116,7 @@ def check_groups(source: WeightSource, metadata: OptimizerMetadata) -> None:
             raise corrupt_file_error(source.path, found)
 
 
-# -- values
-# -------------------------------------------------------------------------------------------------
+# -- values ---------------------------------------------------------------------------------------
 
 
 def to_plain_value(file: TorchFile, value: Any) -> Any:
@@ -187,8 +186,7 @@ def _copied(file: TorchFile, value: Any, what: str, left: list[int], depth: int 
     raise ValueError(what)
 
 
-# -- loss scaler
-# -------------------------------------------------------------------------------------------------
+# -- loss scaler ----------------------------------------------------------------------------------
 
 
 def read_scaling(saved: dict) -> dict[str, Any]:
@@ -249,8 +247,7 @@ def loss_scaler(value: Any) -> ObjectSpec:
     )
 
 
-# -- the run around a checkpoint
-# --------------------------------------------------------------------------------------
+# -- the run around a checkpoint ------------------------------------------------------------------
 
 
 def torch_metadata(
@@ -303,8 +300,7 @@ def configured_dtype(opened: OpenedCheckpoint) -> str:
     )
 
 
-# -- Moments
-# -------------------------------------------------------------------------------------------------
+# -- Moments --------------------------------------------------------------------------------------
 
 
 class TensorState(NamedTuple):

@@ -218,8 +218,7 @@ def _part_error(path: Path, found: str, fix: str) -> PartOfCheckpoint:
     )
 
 
-# -- The index of a model in shards
-# -------------------------------------------------------------------------------------------------
+# -- The index of a model in shards ---------------------------------------------------------------
 
 INDEX_SUFFIX = ".index.json"
 _OF = re.compile(r"-\d+-of-0*(\d+)\.\w+$")

@@ -80,8 +80,7 @@ def find_safetensors(path: Path) -> Path | None:
     )
 
 
-# -- Reading
-# -------------------------------------------------------------------------------------------------
+# -- Reading --------------------------------------------------------------------------------------
 
 _BY_CODE = {dtype.safetensors: name for name, dtype in DTYPES.items() if dtype.safetensors}
 
@@ -266,8 +265,7 @@ class SafetensorsModel(WeightSource):
                 )
 
 
-# -- Writing
-# -------------------------------------------------------------------------------------------------
+# -- Writing --------------------------------------------------------------------------------------
 
 # Limit of the format itself.
 MAX_HEADER_BYTES = 100_000_000

@@ -199,8 +199,7 @@ def write_path(path: Keys) -> str:
     return "/".join(map(str, path)) or TOP_LEVEL
 
 
-# -- the tree
-# -------------------------------------------------------------------------------------------------
+# -- the tree -------------------------------------------------------------------------------------
 
 
 class _State(NamedTuple):
@@ -357,8 +356,7 @@ def _merged_optimizer(node: Any) -> dict[str, Any]:
     return flat if is_one else {}
 
 
-# -- the choice
-# -------------------------------------------------------------------------------------------------
+# -- the choice -----------------------------------------------------------------------------------
 
 
 def _candidates(tree: _Tree) -> list[_State]:
@@ -514,8 +512,7 @@ def _nothing(tree: _Tree, root: Any, file: Path) -> NoWeights:
     return NoWeights(f"weights in {file}", inside, _GIVE)
 
 
-# -- Objects of torch.save
-# -------------------------------------------------------------------------------------------------
+# -- Objects of torch.save ------------------------------------------------------------------------
 
 
 class FileTensor(StoredTensor):

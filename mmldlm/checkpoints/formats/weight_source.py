@@ -320,8 +320,7 @@ class WeightSource:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    # -- names
-    # ---------------------------------------------------------------------------------------------
+    # -- names ------------------------------------------------------------------------------------
 
     @property
     def unclassified(self) -> list[str]:
@@ -479,8 +478,7 @@ class WeightSource:
             varies = varies or bool((a != a[0]).any())
         return varies
 
-    # -- reading
-    # ---------------------------------------------------------------------------------------------
+    # -- reading ----------------------------------------------------------------------------------
 
     def in_file_order(self, table: dict[str, Parts]) -> list[str]:
         """Return the names of `table` in the order of their first part in the files, empty tensors

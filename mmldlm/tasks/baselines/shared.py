@@ -305,8 +305,7 @@ class BaselineTask(TextTask):
     scored_sum: ClassVar[str] = "text_masked"
     buffers = frozenset({"latent_mean", "latent_std"})
 
-    # -- data and costs
-    # ---------------------------------------------------------------------------------------------
+    # -- data and costs ---------------------------------------------------------------------------
 
     def open_data(self, config: BaselineConfig) -> LatentData:
         return open_latent_data(LatentData, config)
@@ -348,8 +347,7 @@ class BaselineTask(TextTask):
     def describe(self, config: BaselineConfig) -> str:
         return f"conditioning {config.model.conditioning}"
 
-    # -- model
-    # ---------------------------------------------------------------------------------------------
+    # -- model ------------------------------------------------------------------------------------
 
     def model_class(self) -> type[PlainTransformer]:
         return PlainTransformer
@@ -374,8 +372,7 @@ class BaselineTask(TextTask):
     def compile(self, model: PlainTransformer, plan: ParameterPlan) -> None:
         model.compile_blocks()
 
-    # -- batches and validation
-    # ---------------------------------------------------------------------------------------------
+    # -- batches and validation -------------------------------------------------------------------
 
     @abstractmethod
     def collator(
@@ -442,8 +439,7 @@ class BaselineTask(TextTask):
             **config.model_dump(include={"text_diffusion"}),
         }
 
-    # -- debugging
-    # ---------------------------------------------------------------------------------------------
+    # -- debugging --------------------------------------------------------------------------------
 
     def unused_parameters(
         self, model: PlainTransformer, config: BaselineConfig, batch: BaselineBatch

@@ -35,8 +35,7 @@ class CorrectorTask(TranslationTask):
     config_class = CorrectorConfig
     architecture = "CorrectorMMDiT"
 
-    # -- data and costs
-    # ---------------------------------------------------------------------------------------------
+    # -- data and costs ---------------------------------------------------------------------------
 
     def open_data(self, config: CorrectorConfig) -> CorrectorData:
         return open_data(config)
@@ -63,8 +62,7 @@ class CorrectorTask(TranslationTask):
             first_layers=2 * flops.first_layers - timestep_flops(len(lengths), cond),
         )
 
-    # -- model, batches and loss
-    # ---------------------------------------------------------------------------------------------
+    # -- model, batches and loss ------------------------------------------------------------------
 
     def model_class(self) -> type[CorrectorMMDiT]:
         return CorrectorMMDiT
@@ -108,8 +106,7 @@ class CorrectorTask(TranslationTask):
             )
         return figures
 
-    # -- sampling
-    # ---------------------------------------------------------------------------------------------
+    # -- sampling ---------------------------------------------------------------------------------
 
     def check_correction(self) -> None:
         pass
@@ -121,8 +118,7 @@ class CorrectorTask(TranslationTask):
 
         return correct(pretrained, latents, judge, **options)
 
-    # -- debugging
-    # ---------------------------------------------------------------------------------------------
+    # -- debugging --------------------------------------------------------------------------------
 
     def unused_parameters(
         self, model: CorrectorMMDiT, config: CorrectorConfig, batch: CorrectorBatch

@@ -60,8 +60,7 @@ class ImageCodesTask(ImageTextTask):
     t2i_steps: ClassVar[int | None] = CODE_STEPS
     corruption = "masked"
 
-    # -- data and costs
-    # ---------------------------------------------------------------------------------------------
+    # -- data and costs ---------------------------------------------------------------------------
 
     def open_data(self, config: ImageCodesConfig) -> ImageCodesData:
         return open_data(config)
@@ -114,8 +113,7 @@ class ImageCodesTask(ImageTextTask):
     def latent_work(self, sums: Mapping[str, float]) -> dict[str, float]:
         return {"scored_codes": sums["code_scored"]}
 
-    # -- model, batches and loss
-    # ---------------------------------------------------------------------------------------------
+    # -- model, batches and loss ------------------------------------------------------------------
 
     def model_class(self) -> type[CodesMMDiT]:
         return CodesMMDiT
@@ -149,8 +147,7 @@ class ImageCodesTask(ImageTextTask):
                 figures[f"{name}_code_accuracy"] = sums["code_correct"] / sums["code_scored"]
         return figures
 
-    # -- sampling
-    # ---------------------------------------------------------------------------------------------
+    # -- sampling ---------------------------------------------------------------------------------
 
     def draw_images(
         self, pretrained: Pretrained, captions: list[list[int]], **options: Any
@@ -171,8 +168,7 @@ class ImageCodesTask(ImageTextTask):
             pretrained.model, num_samples, text_diffusion=pretrained.text_diffusion, **options
         )
 
-    # -- debugging
-    # ---------------------------------------------------------------------------------------------
+    # -- debugging --------------------------------------------------------------------------------
 
     def check_batch(self, data: ImageCodesData, batch: CodesBatch) -> list[str]:
         return super().check_batch(data, batch) + code_problems(

@@ -42,8 +42,7 @@ class ImageTextTask(TranslationTask):
     corruption = "noised"
     """What is done to the latents."""
 
-    # -- data and costs
-    # ---------------------------------------------------------------------------------------------
+    # -- data and costs ---------------------------------------------------------------------------
 
     def open_data(self, config: ImageTextConfig) -> ImageTextData:
         return open_data(config)
@@ -61,8 +60,7 @@ class ImageTextTask(TranslationTask):
         """Return a few words about how the latents are corrupted, for `describe`."""
         return f"timestep_shift={config.latent_diffusion.timestep_shift:g}"
 
-    # -- model, batches and loss
-    # ---------------------------------------------------------------------------------------------
+    # -- model, batches and loss ------------------------------------------------------------------
 
     def noiser_class(self, config: ImageTextConfig) -> type[Noiser]:
         return ImageNoiser
@@ -86,8 +84,7 @@ class ImageTextTask(TranslationTask):
         """Return what the translation task returns, and what turns latents into pixels."""
         return super().model_config(data) | {"image": data.codec.identity}
 
-    # -- sampling
-    # ---------------------------------------------------------------------------------------------
+    # -- sampling ---------------------------------------------------------------------------------
 
     def draw_images(
         self, pretrained: Pretrained, captions: list[list[int]], **options: Any

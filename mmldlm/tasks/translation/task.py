@@ -91,8 +91,7 @@ class TranslationTask(MaskedTextTask):
         "guidance_interval",
     }
 
-    # -- data and costs
-    # ---------------------------------------------------------------------------------------------
+    # -- data and costs ---------------------------------------------------------------------------
 
     def open_data(self, config: TranslationConfig) -> TranslationData:
         return open_data(config)
@@ -182,8 +181,7 @@ class TranslationTask(MaskedTextTask):
         frozen = random_projection(training.loss_type, training.freeze, training.init_from)
         return [] if frozen is None else [frozen]
 
-    # -- model, batches and loss
-    # ---------------------------------------------------------------------------------------------
+    # -- model, batches and loss ------------------------------------------------------------------
 
     def build_model(self, data: TranslationData) -> MultimodalMMDiT:
         torch.manual_seed(data.config.training.seed)
@@ -296,8 +294,7 @@ class TranslationTask(MaskedTextTask):
             "tokenizer": data.train.manifest["tokenizer"],
         }
 
-    # -- sampling and evaluation
-    # ------------------------------------------------------------------------------------
+    # -- sampling and evaluation ------------------------------------------------------------------
 
     def model_class(self) -> type[MultimodalMMDiT]:
         return MultimodalMMDiT
@@ -340,8 +337,7 @@ class TranslationTask(MaskedTextTask):
             **options,
         )
 
-    # -- debugging
-    # ---------------------------------------------------------------------------------------------
+    # -- debugging --------------------------------------------------------------------------------
 
     def unused_parameters(
         self, model: MultimodalMMDiT, config: TranslationConfig, batch: TranslationBatch

@@ -111,8 +111,7 @@ def test_tag_folder_and_latest_file(zero_copy):
         ZeroCheckpoint.open(folder.parent)
 
 
-# -- faults: each must be refused with the file's name
-# ----------------------------------------------------------------
+# -- faults: each must be refused with the file's name --------------------------------------------
 
 
 def swap(folder, first, second):
@@ -390,8 +389,7 @@ def test_a_missing_state_is_named(universal_dir, tmp_path, gone):
     assert "wide.weight" in str(caught.value)
 
 
-# -- our own writer
-# -------------------------------------------------------------------------------------------------
+# -- our own writer -------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -417,9 +415,8 @@ def test_writes_what_ds_to_universal_writes(zero_dir, universal_dir, written_dir
         elif name.name != "optimizer_state.pt":
             expected = torch.load(theirs / name, weights_only=True)
             found = torch.load(ours / name, weights_only=True, mmap=True)
-            if (
-                name.parent.name == "head.weight"
-            ):  # theirs is the tied weight rounded to bf16, ours the master
+            if name.parent.name == "head.weight":
+                # Theirs is the tied weight rounded to bf16, ours the master.
                 expected = {
                     "param": torch.load(theirs / "zero" / "embed.weight" / "fp32.pt")["param"]
                 }
@@ -435,9 +432,8 @@ def test_writes_what_ds_to_universal_writes(zero_dir, universal_dir, written_dir
                     if torch.is_tensor(one)
                     else one == two
                 ), name
-    known = torch.load(
-        theirs / "zero" / "optimizer_state.pt", weights_only=False
-    )  # DeepSpeed's own file
+    # DeepSpeed's own file.
+    known = torch.load(theirs / "zero" / "optimizer_state.pt", weights_only=False)
     state = torch.load(ours / "zero" / "optimizer_state.pt", weights_only=True)
     assert state["param_groups"] == known["param_groups"] and state["ds_version"]
     if case.startswith("z3"):

@@ -311,8 +311,7 @@ def test_a_file_without_a_model(state, tmp_path):
     refuses(result, "an optimizer alone|without a weight")
 
 
-# -- the optimizer
-# -------------------------------------------------------------------------------------------------
+# -- the optimizer --------------------------------------------------------------------------------
 
 
 def moments(name, key):
@@ -514,8 +513,7 @@ def test_frozen_and_tied_weights_without_a_record(tmp_path):
     succeeds(inspected, "tied.weight .* -> 0.weight", r"frozen.weight +float32 +frozen")
 
 
-# -- pickled, foreign and old .metadata
-# -------------------------------------------------------------------------------
+# -- pickled, foreign and old .metadata -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["step tensor", "app", "class weights", "unknown name"])
@@ -641,8 +639,7 @@ def test_the_version_of_torch_beside_a_model(state, tmp_path):
     holds(mmldlm("convert", source, tmp_path / "out"), tmp_path / "out", TRUTH)
 
 
-# -- masks
-# -------------------------------------------------------------------------------------------------
+# -- masks ----------------------------------------------------------------------------------------
 
 MASK = torch.triu(torch.full((6, 6), float("-inf")), diagonal=1)
 

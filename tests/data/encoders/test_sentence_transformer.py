@@ -101,9 +101,8 @@ def test_steps_are_in_the_order_of_the_modules(tmp_path):
         tmp_path, after=[("Normalize", {}), ("Dense", dense), ("Dropout", {}), ("Normalize", None)]
     )
     assert found.steps == (Step("normalize"), Step("dense", "3_Dense", "GELU")) and found.normalize
-    found = spec(
-        tmp_path, after=[("Normalize", {})], st={"truncate_dim": 8}
-    )  # no unit vectors after the cut
+    # No unit vectors after the cut.
+    found = spec(tmp_path, after=[("Normalize", {})], st={"truncate_dim": 8})
     assert found.steps == (Step("normalize"), Step("cut", dim=8)) and not found.normalize
 
 

@@ -179,9 +179,8 @@ def table(models, monkeypatch):
         if spec.matryoshka:
             spec = specs.replace(spec, matryoshka=(4, HIDDEN))
         if spec.source_language:
-            spec = specs.replace(
-                spec, source_language=None
-            )  # a word-level tokenizer has no languages
+            # A word-level tokenizer has no languages.
+            spec = specs.replace(spec, source_language=None)
         return spec
 
     for name in KINDS:
@@ -258,8 +257,7 @@ def test_at_most_batch_size_texts_at_once(table):
     assert done == [2, 2, 1]
 
 
-# Models by name
-# -------------------------------------------------------------------------------------------------
+# -- models by name -------------------------------------------------------------------------------
 
 
 def _sentence_transformer(folder: Path, pooling: dict, extra: list[dict] = ()) -> None:

@@ -106,9 +106,8 @@ def test_a_folder_of_class_names_is_split(tmp_path):
             folder / f"{number:02}.png"
         )
         (folder / f"{number:02}.txt").write_text("a cat" if number < 20 else "a dog")
-    (folder / "00.png").write_bytes(
-        (folder / "39.png").read_bytes()
-    )  # one picture under two names
+    # One picture under two names.
+    (folder / "00.png").write_bytes((folder / "39.png").read_bytes())
     train, validation = _splits(
         prepare(
             ImageOptions(str(tmp_path / "s"), str(folder), image_size=8, validation_samples=12)
@@ -243,9 +242,8 @@ def test_a_validation_corpus_shares_nothing_with_training(folder, tmp_path):
     options = ImageOptions(
         str(tmp_path / "s"), str(folder), str(held), image_size=16, max_quarantined=0.1
     )
-    with pytest.raises(
-        UserError, match="cannot be read"
-    ):  # its images lie in the folder of the training images
+    with pytest.raises(UserError, match="cannot be read"):
+        # Its images lie in the folder of the training images.
         prepare(options)
     held.rename(folder / "held.jsonl")
     options = replace(options, validation_corpus=str(folder / "held.jsonl"), force=True)

@@ -45,6 +45,5 @@ def test_repeated_captions_are_ordered_by_the_names_of_their_images():
     again = order_hashes(
         ["cat", "owl", "cat"], caption_hashes(["cat", "owl", "cat"]), ["3.png", "4.png", "1.png"]
     )
-    assert (
-        again[[2, 0]].tolist() == found[[0, 2]].tolist()
-    )  # whatever their order and their neighbors
+    # Whatever their order and their neighbors.
+    assert again[[2, 0]].tolist() == found[[0, 2]].tolist()

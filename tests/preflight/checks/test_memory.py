@@ -91,9 +91,8 @@ def test_offloaded_tensors_count_on_the_host(tmp_path):
     on_gpu, on_host = verdicts(200 * GIB, **both)
     assert on_gpu.status == PASS and "zero3 with offload" in on_gpu.measured
     assert on_host.status == PASS and "optimizer and param" in on_host.measured
-    assert (
-        verdicts(40 * GIB, **both)[1].status == FAIL
-    )  # 16 and 2 bytes of a third of the weights: 56 GiB
+    # 16 and 2 bytes of a third of the weights: 56 GiB.
+    assert verdicts(40 * GIB, **both)[1].status == FAIL
     assert verdicts(40 * GIB, offload_optimizer={"device": "nvme"})[1].status == SKIP
 
 

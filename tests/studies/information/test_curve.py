@@ -139,14 +139,12 @@ def test_points_are_means_with_their_errors_and_rises_are_reported_where_they_ar
     assert bucket.points[0].share == 0 and len(bucket.points) == 11
     for point in bucket.points:
         assert abs(point.nats - (2 - point.share)) < 4 * point.se
-        assert point.se == pytest.approx(
-            0.3 / np.sqrt(200), rel=0.25
-        )  # the text's own level, not its 20 values
+        # The text's own level, not its 20 values.
+        assert point.se == pytest.approx(0.3 / np.sqrt(200), rel=0.25)
     bumped = BucketCurve([values + 1.0 * (np.arange(20) >= 13) for values in falling])
     (rise,) = bumped.rises()
     assert rise["from_share"] < 0.65 <= rise["to_share"] + 0.05
-    assert (
-        rise["rise"] == pytest.approx(0.9, abs=0.05) and rise["se"] < 0.02
-    )  # paired: the level cancels
+    # Paired: the level cancels.
+    assert rise["rise"] == pytest.approx(0.9, abs=0.05) and rise["se"] < 0.02
     fits = [point.fitted for point in bumped.points]
     assert fits == sorted(fits, reverse=True)

@@ -29,6 +29,5 @@ def test_the_fit_meets_the_conditions_of_the_optimum():
         assert residual @ fit == pytest.approx(0, abs=1e-9) and residual.sum() == pytest.approx(
             0, abs=1e-9
         )
-        assert (
-            np.cumsum(residual) <= 1e-9
-        ).all()  # directions (1, .., 1, 0, .., 0) generate the falling curves
+        # Directions (1, .., 1, 0, .., 0) generate the falling curves.
+        assert (np.cumsum(residual) <= 1e-9).all()

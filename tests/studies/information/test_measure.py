@@ -124,9 +124,8 @@ def test_a_curve_that_falls_late_has_a_better_schedule_than_the_even_one():
     for passes in (2, 4):
         difference = rows["optimal", passes].against_even
         assert difference.value < -0.5 and difference.in_standard_errors > 10
-    assert rows["optimal", 2].excess.value == pytest.approx(
-        0, abs=0.7
-    )  # 8 tokens at 3 nats, then 4 at 1
+    # 8 tokens at 3 nats, then 4 at 1.
+    assert rows["optimal", 2].excess.value == pytest.approx(0, abs=0.7)
 
 
 def test_models_and_samplers_without_a_curve_are_refused(pretrained, store):

@@ -49,9 +49,8 @@ def test_one_token_a_pass_of_an_exact_model_has_the_exact_law(toy, sampler):
     assert found.nats == pytest.approx(-np.log(toy.law), abs=1e-4)
     assert (found.passes == 3).all()
     fewer = likelihood(toy, toy.Model(), sampler, 1)
-    assert (
-        toy.law @ (fewer.nats + np.log(toy.law)) > 0.1
-    )  # the divergence of the product of marginals
+    # The divergence of the product of marginals.
+    assert toy.law @ (fewer.nats + np.log(toy.law)) > 0.1
 
 
 @pytest.mark.parametrize(("sampler", "steps"), WITH_STEPS + ADAPTIVE)

@@ -92,8 +92,7 @@ def test_the_excess_of_an_exact_model_is_the_divergence_of_the_sampled_law(toy, 
     divergences = [float(model.law @ (model.law.log() - law)) for law in laws]
     mixture = torch.stack(laws).exp().mean(0)
     excess = schedule_cost(curve, counts) - curve.sum()
-    assert curve.sum() == pytest.approx(
-        float(-(model.law @ model.law.log())), abs=1e-9
-    )  # the entropy of the law
+    # The entropy of the law.
+    assert curve.sum() == pytest.approx(float(-(model.law @ model.law.log())), abs=1e-9)
     assert excess == pytest.approx(np.mean(divergences), abs=1e-9)
     assert float(model.law @ (model.law / mixture).log()) <= excess + 1e-9

@@ -236,7 +236,8 @@ def test_sample_and_evaluate_through_the_seam(run, store, tmp_path, capsys):
     for option in (
         "--latent-steps",
         "--num-draws",
-    ):  # it makes no embeddings, and its likelihood is exact
+    ):
+        # It makes no embeddings, and its likelihood is exact.
         assert (
             main(
                 [

@@ -89,9 +89,8 @@ def gradients(name, data, batches):
     return sums, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "step", [0, 3]
-)  # step 3 is the epoch's last batch: 4 of 12 samples, some ranks have none
+# Step 3 is the epoch's last batch: 4 of 12 samples, some ranks have none.
+@pytest.mark.parametrize("step", [0, 3])
 @pytest.mark.parametrize(
     "name, conditioning", [("gidd", "prefix"), ("gidd", "none"), ("hdlm", "adaln")]
 )

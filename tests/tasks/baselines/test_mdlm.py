@@ -102,9 +102,8 @@ def test_a_fresh_model_ignores_its_latent_exactly_and_open_gates_read_it(conditi
         found = likelihood_estimates(measure(fresh, texts, latents, partner, score=score, draws=2))
         assert (found["latent_sensitivity"].value > 1e-6) == gates
         assert gates or found["gain_null"].value == found["gain_shuffled"].value == 0
-        assert (
-            found["length_nll_right"].value != found["length_nll_null"].value
-        )  # the length head has no gate
+        # The length head has no gate.
+        assert found["length_nll_right"].value != found["length_nll_null"].value
 
 
 def test_an_unconditional_model_is_scored_without_a_latent():

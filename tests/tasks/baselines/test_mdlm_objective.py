@@ -83,9 +83,8 @@ def gradients(data, batches):
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "step", [0, 3]
-)  # step 3 is the epoch's last batch: 4 of 12 samples, some ranks have none
+# Step 3 is the epoch's last batch: 4 of 12 samples, some ranks have none.
+@pytest.mark.parametrize("step", [0, 3])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("conditioning", CONDITIONINGS)
 def test_gradients_add_up_however_the_batch_is_cut(conditioning, dropout, step):
@@ -153,9 +152,8 @@ def test_training_weights_change_the_loss_and_never_the_reported_nelbo():
         torch.manual_seed(0)
         loss, sums = MdlmObjective(data.config)(PlainTransformer(data.config.model), batch)
         losses[name], nelbos[name] = float(loss.detach()), float(sums["text_nelbo_sum"])
-        nll = nelbos[name] / float(
-            batch.text_weights.sum()
-        )  # a fresh model: nearly the same everywhere
+        # A fresh model: nearly the same everywhere.
+        nll = nelbos[name] / float(batch.text_weights.sum())
         weights = {
             "elbo": batch.text_weights,
             "uniform": torch.full_like(batch.text_weights, 2.0),

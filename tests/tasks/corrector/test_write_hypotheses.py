@@ -80,9 +80,8 @@ def test_what_is_written(whole, store):
         for tokens, own in zip(written, originals.tokens):
             assert len(tokens) == len(own) and tokens.any() and tokens.tolist() != own.tolist()
         parts = [i for i in range(len(found)) if rows[i] % module.WHOLE]
-        assert any(
-            (written[i] == originals.tokens[i]).any() for i in parts
-        )  # some words are left as they are
+        # Some words are left as they are.
+        assert any((written[i] == originals.tokens[i]).any() for i in parts)
         norms = np.linalg.norm(found.get([0, 1]).latents, axis=-1)
         np.testing.assert_allclose(norms, 1, atol=1e-4)
 

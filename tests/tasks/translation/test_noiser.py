@@ -268,8 +268,7 @@ def test_nan_to_num_keeps_the_sample_and_names_it():
     assert mended.latent_clean[place, 2] == 0 and torch.isfinite(mended.latents).all()
 
 
-# -- options of training alone
-# -----------------------------------------------------------------------------------------
+# -- options of training alone --------------------------------------------------------------------
 
 
 def test_options_change_their_samples_and_no_other_and_no_evaluation():
@@ -284,9 +283,8 @@ def test_options_change_their_samples_and_no_other_and_no_evaluation():
         if after == before:
             continue
         assert not dropped and mode == L2T
-        assert (
-            after[0] == before[0] and after[2] == before[2] and after[6:9] == before[6:9]
-        )  # the text is the same
+        # The text is the same.
+        assert after[0] == before[0] and after[2] == before[2] and after[6:9] == before[6:9]
         assert before[3] == 0.0 and 0 < timestep <= 0.2 and after[1] != before[1]
         assert after[10] == 0.0  # nothing is scored on a condition
         noised += 1
@@ -430,9 +428,8 @@ def test_only_large_samples_are_noised_on_the_device(monkeypatch):
     host = dataset(batch=100, sections=latent)[0]
     assert host.noise_keys is None
     monkeypatch.setattr("mmldlm.tasks.translation.noiser.MAX_HOST_NOISE", DIM - 1)
-    batch = pickle.loads(
-        pickle.dumps(dataset(batch=100, sections=latent)[0])
-    )  # as a loading process sends it
+    # As a loading process sends it.
+    batch = pickle.loads(pickle.dumps(dataset(batch=100, sections=latent)[0]))
     assert batch.latents is batch.latent_targets is None
     assert batch.to("cpu").to("cpu").named_tensors().keys() == host.named_tensors().keys()
     t, clean = batch, batch.latent_clean

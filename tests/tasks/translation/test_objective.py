@@ -72,9 +72,8 @@ def gradients(config, batches):
     return loss.detach(), {name: p.grad for name, p in net.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "step", [0, 3]
-)  # step 3 is the epoch's last batch: 4 of 12 samples, some ranks have none
+# Step 3 is the epoch's last batch: 4 of 12 samples, some ranks have none.
+@pytest.mark.parametrize("step", [0, 3])
 @pytest.mark.parametrize("mode", ["mixed", "l2t", "t2l", "unconditional"])
 def test_gradients_add_up_however_the_batch_is_cut(mode, step):
     config = build_config({"training": {"loss_type": mode}})
@@ -237,8 +236,7 @@ def test_freezing_by_mode(mode, freeze, frozen, trained):
         assert (parameter.grad is not None) == (name not in frozen_names(net, mode, freeze)), name
 
 
-# -- MM-LDLM's measures
-# ------------------------------------------------------------------------------------------------
+# -- MM-LDLM's measures ---------------------------------------------------------------------------
 
 
 def loss_of(batch, **loss):
@@ -281,8 +279,7 @@ def test_uniform_text_weights_change_the_loss_and_not_the_nelbo():
         build_config({"loss": {"text_weighting": "uniform", "text_weight_clip": 3.0}})
 
 
-# -- two predictions
-# -------------------------------------------------------------------------------------------------
+# -- two predictions ------------------------------------------------------------------------------
 
 DECOUPLED = {"schedule": "decoupled", "prediction": "x0_epsilon", "weighting": "ddm"}
 
