@@ -292,10 +292,7 @@ def wait(condition: Callable[[], bool], seconds: float, pause: float = 0.05) -> 
 
 
 def run_to_end(launch: Launch, seconds: float) -> int | None:
-    """Exit code of a launch that is left alone;
-
-    None when it did not end in time (it is killed).
-    """
+    """Exit code of a launch that is left alone; None if it did not end in time (it is killed)."""
     if wait(lambda: launch.code() is not None, seconds):
         return launch.code()
     launch.kill()

@@ -35,10 +35,7 @@ def is_allowed() -> bool:
 
 
 def read_only(folder: Path) -> None:
-    """Make a folder read-only, as a mount that the kernel has found damaged;
-
-    `unmount` undoes it.
-    """
+    """Make a folder read-only, as a mount the kernel has found damaged; `unmount` undoes it."""
     path = os.fsencode(folder)
     _call("mount", path, path, None, _BIND, None)
     _call("mount", b"none", path, None, _REMOUNT | _BIND | _READ_ONLY, None)

@@ -209,10 +209,7 @@ def _leaves(annotation: Any) -> Iterator[Any]:
 
 
 def _dict_types(annotation: Any) -> tuple[Any, Any]:
-    """Return the types of keys and values of the dict in an annotation;
-
-    Any where there is none.
-    """
+    """Return the types of keys and values of a dict's annotation; Any where there is none."""
     if get_origin(annotation) is dict:
         keys, items = get_args(annotation)
         return keys, items

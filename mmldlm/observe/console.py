@@ -251,10 +251,7 @@ class Console:
             self._draw_live(lambda: Text(line, no_wrap=True, overflow="ellipsis"))
 
     def eta(self) -> float | None:
-        """Return the seconds left at the pace of the last steps, pauses included;
-
-        None at first.
-        """
+        """Return the seconds left at the pace of the last steps, with pauses; None at first."""
         (first, began), (last, now) = self._pace[0], self._pace[-1]
         if last <= first:
             return None

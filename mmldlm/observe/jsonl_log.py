@@ -81,10 +81,7 @@ def is_step(record: Mapping[str, Any]) -> bool:
 
 
 def is_event(record: Mapping[str, Any]) -> bool:
-    """Whether a record is an event;
-
-    `step` and `time`, if present, must have the expected types.
-    """
+    """Whether a record is an event; its `step` and `time`, if any, have the expected types."""
     return (
         isinstance(record.get("event"), str)
         and _is_count(record.get("step", 0))

@@ -80,10 +80,7 @@ def _generators(
 def uniforms(
     seed: int, stream: int, indices: Sequence[int], shape: tuple[int, ...], part: int = 0
 ) -> Tensor:
-    """Draw [len(indices), *shape] fp64 in [0, 1);
-
-    `part` keeps several draws of one index apart.
-    """
+    """Draw [len(indices), *shape] fp64 in [0, 1); `part` tells draws of one index apart."""
     import torch
 
     rows = [generator.random(shape) for generator in _generators(seed, stream, indices, part)]

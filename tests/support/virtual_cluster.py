@@ -85,10 +85,7 @@ def sh(*command, timeout: float = 30) -> str:
 
 
 class Host:
-    """One host of the cluster. Its name is its hostname;
-
-    `pid` is its init, as seen from outside.
-    """
+    """A host of the cluster. Its name is its hostname; `pid` is its init, seen from outside."""
 
     def __init__(self, name: str, address: str, folder: Path):
         self.name, self.address, self.folder = name, address, folder

@@ -24,9 +24,8 @@ class Interval(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Points (x, y, half of the interval of y) to be joined by a line;
-
-    `series` chooses the color; a line of many points has no dots.
+    """Points (x, y, half of the interval of y) to be joined by a line; `series` chooses the color;
+    a line of many points has no dots.
     """
 
     label: str
