@@ -55,7 +55,7 @@ def resolve_config(
     Raises:
         UserError: unknown preset, file, key or value, with the nearest known one.
     """
-    values: dict[str, Any] = {}
+    layers: list[dict[str, Any]] = []
     if name is not None:
         known = preset_names()
         if name not in known:
@@ -70,15 +70,29 @@ def resolve_config(
         text = (resources.files("mmldlm.config") / "presets" / f"{name}.yaml").read_text("utf-8")
         # A run is named after its preset: those of another one are in another folder.
         own = as_sections(parse_yaml(text, f"preset {name}"), f"preset {name}")
-        values = _merge({"logging": {"run_name": name}}, own)
+        layers.append(_merge({"logging": {"run_name": name}}, own))
     if path is not None:
-        values = _merge(values, read_yaml(path, spelling=True))
-    named = [word.partition("=")[2] for word in overrides if word.startswith("task=")]
-    values |= {"task": named[-1]} if named else {}
-    config_class = find_config_class(_task_of(values))
-    for word in overrides:
-        values = _merge(values, parse_override(word, config_class))
+        layers.append(read_yaml(path, spelling=True))
+    tasks = [layer["task"] for layer in layers if "task" in layer]
+    tasks += [word.partition("=")[2] for word in overrides if word.startswith("task=")]
+    config_class = find_config_class(_task_of({"task": tasks[-1]} if tasks else {}))
+    layers.append(_merge_overrides(overrides, config_class))
+    values: dict[str, Any] = {}
+    for layer in layers:
+        values = _merge(values, layer, config_class)
     return validate_config(find_config_class, values)
+
+
+def _merge_overrides(words: Sequence[str], config_class: type[Config]) -> dict[str, Any]:
+    """Return what override words say together: `a.weights.x=1 a.weights.y=2` is one value of
+    a.weights, and a later `a.weights={z: 3}` replaces it.
+    """
+    given: dict[str, Any] = {}
+    for word in words:
+        is_whole = _is_dict(_field(word.partition("=")[0], config_class))
+        nested = parse_override(word, config_class)
+        given = _merge(given, nested, config_class if is_whole else None)
+    return given
 
 
 def _task_of(values: dict[str, Any]) -> str:
@@ -281,17 +295,26 @@ def with_absolute_paths(section: ConfigT) -> ConfigT:
     return section.model_copy(update=changed)
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+def _merge(base: dict[str, Any], over: dict[str, Any], section: Any = None) -> dict[str, Any]:
+    """Return nested dicts merged, `over` winning.
+
+    Args:
+        section: Class of config whose fields of type dict are one value each: a preset's shares of
+            modes, or a file's stores, must not linger beside the user's.
+    """
+    fields = getattr(section, "model_fields", {})
     merged = dict(base)
     for key, value in over.items():
-        # Weights of modes are one value: a preset's shares must not linger beside the user's.
-        both = (
-            isinstance(value, dict)
-            and isinstance(merged.get(key), dict)
-            and key != "loss_type_weights"
-        )
-        merged[key] = _merge(merged[key], value) if both else value
+        annotation = fields[key].annotation if key in fields else None
+        are_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        is_merged = are_sections and not _is_dict(annotation)
+        merged[key] = _merge(merged[key], value, annotation) if is_merged else value
     return merged
+
+
+def _is_dict(annotation: Any) -> bool:
+    """Whether a field's value is a dict (or null), no section."""
+    return any(get_origin(part) is dict for part in (annotation, *get_args(annotation)))
 
 
 def _unknown_keys(

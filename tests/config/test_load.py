@@ -226,3 +226,27 @@ def test_a_run_may_lie_in_a_folder_of_its_save_dir():
         "tiny", None, ["logging.save_dir=runs", "logging.run_name='group/..run 1'"]
     )
     assert str(config.run_dir()) == "runs/group/..run 1"
+
+
+def test_words_that_name_entries_of_one_dict_are_one_value(tmp_path):
+    """Each once replaced the entries before it; and stores of a file stayed beside the user's."""
+
+    def weights(*words):
+        return load_config("tiny", None, list(words)).training.loss_type_weights
+
+    key = "training.loss_type_weights"
+    two = (f"{key}.l2t=0.7", f"{key}.t2l=0.3")
+    assert weights(*two) == {"l2t": 0.7, "t2l": 0.3}
+    assert weights(f"{key}={{unconditional: 1}}", *two) == {
+        "unconditional": 1,
+        "l2t": 0.7,
+        "t2l": 0.3,
+    }
+    assert weights(*two, f"{key}={{unconditional: 1}}") == {"unconditional": 1}
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "data: {mixture: {a: 0.8, b: 0.2}}\ntraining: {loss_type_weights: {l2t: 1, t2l: 2}}\n"
+    )
+    config = load_config(None, str(path), ["data.mixture={c: 1}", f"{key}.l2t=0.5"])
+    assert config.data.mixture == {"c": 1}
+    assert config.training.loss_type_weights == {"l2t": 0.5}
