@@ -58,6 +58,7 @@ class _SavedState(_Strict):
     consumed_samples: Count = 0
     skipped_steps: Count = 0
     consecutive_skips: Count = 0
+    first_skip: Annotated[int, Field(ge=-1, le=1 << 62)] = -1
     num_rollbacks: Count = 0
     lr_scale: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 1.0
     rolled_back_to: Annotated[int, Field(ge=-1, le=1 << 62)] = -1

@@ -68,12 +68,17 @@ class FsdpEngine(TorchEngine):
         self.module = model
         self._setup(model, config, plan)
         self._save_timeout = timedelta(seconds=config.checkpoints.save_timeout)
-        self.reset_after_failed_save()
+        self._writers = self._new_writers()
+
+    def _new_writers(self) -> Any:
+        # A checkpoint is written in a thread while training continues: its collectives need a
+        # separate group.
+        return torch.distributed.new_group(backend="gloo", timeout=self._save_timeout)
 
     def reset_after_failed_save(self) -> None:
-        # A checkpoint is written in a thread while training continues: its collectives need a
-        # separate group. After a failed collective a group stays broken.
-        self._writers = torch.distributed.new_group(backend="gloo", timeout=self._save_timeout)
+        # After a failed collective a group stays broken.
+        broken, self._writers = self._writers, self._new_writers()
+        torch.distributed.destroy_process_group(broken)
 
     def _sync_gradients(self, sync: bool) -> None:
         sync = sync or self._shards_gradients

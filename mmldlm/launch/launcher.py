@@ -26,8 +26,8 @@ def launch(args: argparse.Namespace) -> int:
     can return is not counted.
 
     Returns:
-        0, the worst exit code of any rank, or the code of the preflight (2 if the data cannot be
-        used).
+        0, the exit code of the ranks (a fault of one of them before what they agree on, a stop by
+        a signal last), or the code of the preflight (2 if the data cannot be used).
     """
     context, code = run_preflight(args)
     if code != EXIT_DONE:

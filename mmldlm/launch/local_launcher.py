@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # Codes with which all ranks exit together, by agreement; the slower ones may still be writing. If
 # only one rank exits with such a code (for example, for data missing on its node), the others
 # would wait forever.
-COLLECTIVE_EXIT_CODES = (EXIT_STABILITY, EXIT_INTERRUPTED, EXIT_USAGE)
+COLLECTIVE_EXIT_CODES = (EXIT_STABILITY, EXIT_USAGE, EXIT_INTERRUPTED)
 # Seconds from the failure of a rank until the others, which may hang, are terminated.
 EXIT_GRACE = 30.0
 

@@ -99,8 +99,7 @@ def failed_rank_outcome(
             elif state["exit"] not in (None, EXIT_DONE):
                 failed.append((state["ended"] - clock_offsets.get(name, 0.0), name, state))
     _, name, first = min(failed, key=lambda entry: entry[0])
-    codes = [state["exit"] for _, _, state in failed]
-    code = codes[0] if len(set(codes)) == 1 else max(codes)
+    code = _worst([state["exit"] for _, _, state in failed], is_script)
     if interrupted and code in (EXIT_INTERRUPTED, *([128 + signal.SIGTERM] if is_script else ())):
         return Outcome(code, "interrupted as requested")
     last_lines = first.get("last") or []
@@ -127,6 +126,19 @@ def failed_rank_outcome(
     reason = f"rank {first['rank']} on {name} ended first, with status {first['exit']}{exit_text}"
     is_agreed = code in COLLECTIVE_EXIT_CODES and not is_script
     return Outcome(code, reason, last_lines, [] if is_agreed else [name])
+
+
+def _worst(codes: list[int], is_script: bool) -> int:
+    """Return the exit code of a launch whose ranks ended with these.
+
+    A rank's own fault counts before what ranks agree on, and a stop by a signal last: launchers
+    send one to the ranks that another's end leaves behind.
+    """
+    if is_script:
+        return max(codes)
+    faults = [code for code in codes if code not in COLLECTIVE_EXIT_CODES]
+    reasons = [code for code in codes if code != EXIT_INTERRUPTED]
+    return max(faults or reasons or codes)
 
 
 def _is_in(rank: int, runs: list[list[int]]) -> bool:

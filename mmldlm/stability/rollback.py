@@ -34,9 +34,19 @@ class RollbackReason:
 
 
 def needs_rollback(
-    config: StabilityConfig, step: int, consecutive_skips: int, bad_state: dict[str, int]
+    config: StabilityConfig,
+    step: int,
+    consecutive_skips: int,
+    first_skip: int,
+    bad_state: dict[str, int],
 ) -> RollbackReason | None:
-    """Return why a rollback is needed, or None. All arguments are equal on all ranks."""
+    """Return why a rollback is needed, or None. All arguments are equal on all ranks.
+
+    Args:
+        consecutive_skips: That of TrainingState, as `first_skip`: between the first and the last
+            of these steps may lie others, which do not count.
+        bad_state: Result of the audit.
+    """
     if bad_state:
         names = join_some(f"{name} ({count})" for name, count in bad_state.items())
         return RollbackReason(
@@ -44,7 +54,7 @@ def needs_rollback(
         )
     if consecutive_skips >= config.max_consecutive_skips:
         reason = f"{consecutive_skips} steps in a row were skipped"
-        return RollbackReason(step, reason, step - consecutive_skips)
+        return RollbackReason(step, reason, first_skip)
     return None
 
 

@@ -52,6 +52,9 @@ def load_training_state(
     saved = read_training_state(checkpoint)
     # Checkpoints older than data.batching do not name their plan, which is today's default.
     saved.setdefault("plan", f"samples-1:{config.data.bucket_batches}")
+    # Earlier ones do not say where skips in a row began: nearly always right before their end.
+    if skips := saved.get("consecutive_skips", 0):
+        saved.setdefault("first_skip", saved["step"] - skips)
     for what in ("global_batch", "num_samples", "seed", "plan"):
         if saved[what] != getattr(state, what):
             fix = None

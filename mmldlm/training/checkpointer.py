@@ -284,6 +284,9 @@ class Checkpointer:
             False, on every rank, if it failed already.
         """
         self.finish_save()
+        # Before anything can fail: a full disk would be tried again at every step.
+        if self.save_requested:
+            self._clear_save_request()
         started, step = time.perf_counter(), self.state.step
         try:
             pending = commit.begin(self.run_dir, step, self.engine, engine_folders(self.engine))
@@ -302,8 +305,6 @@ class Checkpointer:
         self._saving = PendingSave(
             pending, self.state, work, self.engine.device, self._evaluation_entry()
         )
-        if self.save_requested:
-            self._clear_save_request()
         if not self.config.checkpoints.async_save:
             return self.finish_save()
         self._saving.stalled = time.perf_counter() - started

@@ -194,7 +194,13 @@ def rollback_reason(session: Session, audit: bool) -> RollbackReason | None:
     """
     nonfinite = audit_on_all_ranks(session.engine, session.average) if audit else {}
     state = session.state
-    return needs_rollback(session.config.stability, state.step, state.consecutive_skips, nonfinite)
+    return needs_rollback(
+        session.config.stability,
+        state.step,
+        state.consecutive_skips,
+        state.first_skip,
+        nonfinite,
+    )
 
 
 def roll_back(session: Session, cause: RollbackReason) -> None:
@@ -219,7 +225,8 @@ def roll_back(session: Session, cause: RollbackReason) -> None:
     lr_scale = state.lr_scale * config.rollback_lr_factor
     checkpointer.load(path)
     state.num_rollbacks, state.lr_scale = num_rollbacks + 1, lr_scale
-    state.passed_over, state.consecutive_skips = passed_over, 0
+    state.passed_over = passed_over
+    state.forget_skips()
     state.rolled_back_to, state.applied_at_rollback = state.step, state.applied_steps
 
     session.logger.forget_skips()
@@ -237,7 +244,7 @@ def roll_back(session: Session, cause: RollbackReason) -> None:
         f"rollback from step {failed_step} to {state.step}: {cause.reason}; learning rate x"
         f" {lr_scale:g}"
     )
-    if checkpointer.save() and checkpointer.has_uncommitted:
+    if checkpointer.save():
         checkpointer.finish_save()
 
 

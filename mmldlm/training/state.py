@@ -27,7 +27,9 @@ class TrainingState:
         applied_steps: Steps that moved the weights; the clock of the learning-rate schedule.
         consumed_samples: Training samples read.
         skipped_steps: Steps that did not move the weights.
-        consecutive_skips: Skipped steps since the last applied one.
+        consecutive_skips: Skipped steps since the last applied one, without fp16 overflows and
+            excluded batches.
+        first_skip: The first of them, counted from 0; -1: none.
         num_rollbacks: Returns to a checkpoint.
         lr_scale: Factor on the learning rate, lowered by every rollback.
         rolled_back_to: Step of the last rollback's checkpoint; -1: none.
@@ -49,6 +51,7 @@ class TrainingState:
     consumed_samples: int = 0
     skipped_steps: int = 0
     consecutive_skips: int = 0
+    first_skip: int = -1
     num_rollbacks: int = 0
     lr_scale: float = 1.0
     rolled_back_to: int = -1
@@ -64,13 +67,19 @@ class TrainingState:
         """Count one step; an fp16 overflow is handled by the loss scale and does not count towards
         a rollback.
         """
+        if decision.apply:
+            self.forget_skips()
+        elif not decision.is_overflow:
+            self.first_skip = self.step if self.first_skip < 0 else self.first_skip
+            self.consecutive_skips += 1
         self.step += 1
         self.consumed_samples += num_samples
         self.applied_steps += decision.apply
         self.skipped_steps += not decision.apply
-        self.consecutive_skips = (
-            0 if decision.apply else self.consecutive_skips + (not decision.is_overflow)
-        )
+
+    def forget_skips(self) -> None:
+        """Begin to count skips in a row anew."""
+        self.consecutive_skips, self.first_skip = 0, -1
 
     def is_excluded(self) -> bool:
         """Whether the next step's batch is excluded from training."""

@@ -192,6 +192,29 @@ def test_a_node_without_a_rank_is_excluded_and_not_the_one_that_waited_for_it():
     )
 
 
+@pytest.mark.parametrize(
+    ("codes", "code", "failed_nodes"),
+    [
+        ((1, 5), 1, ["n0"]),
+        ((2, 5), 2, []),
+        ((4, 5), 4, []),
+        ((1, 2), 1, ["n0"]),
+        ((137, 5), 137, ["n0"]),
+        ((5, 5), 5, []),
+    ],
+)
+def test_a_rank_that_was_asked_to_stop_hides_no_failure(codes, code, failed_nodes):
+    """Srun and torchrun send SIGTERM to the ranks that a failed one leaves behind."""
+    views = {}
+    for rank, status in enumerate(codes):
+        state = {"rank": rank, "exit": status, "ended": float(rank), "alive": False, "last": []}
+        views[f"n{rank}"] = {"ranks": [state], "processes": 1, "ended": []}
+    outcome = failed_rank_outcome(views, {}, interrupted=False)
+    assert (outcome.code, outcome.failed_nodes) == (code, failed_nodes)
+    asked = failed_rank_outcome(views, {}, interrupted=True)
+    assert (asked.reason == "interrupted as requested") == (code == 5)
+
+
 def test_the_end_names_the_latest_checkpoint(tmp_path, capsys, monkeypatch):
     latest = {tmp_path / "saved": (tmp_path / "step_5", 1)}
     monkeypatch.setattr(launcher, "latest_checkpoint", latest.get)

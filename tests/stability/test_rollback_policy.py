@@ -66,6 +66,31 @@ def test_skips_in_a_row_roll_back_and_pass_the_batches_over(store, tmp_path, mon
     assert [event["step"] for event in events(tmp_path, "run", "save")] == [2, 4, 4, 8, 10, 12]
 
 
+def test_the_first_bad_batch_is_excluded_where_others_lie_between():
+    """Overflows and excluded batches do not count; the batch of the first skip was trained on
+    again.
+    """
+    from mmldlm.config.schema import StabilityConfig
+    from mmldlm.stability.guard import StepDecision
+    from mmldlm.stability.rollback import needs_rollback
+    from mmldlm.training.state import TrainingState
+
+    applied = StepDecision(True)
+    bad = StepDecision(False, "loss nan")
+    overflow = StepDecision(False, "overflow", is_overflow=True)
+    state = TrainingState(global_batch=8, num_samples=100)
+    for decision in (applied, bad, applied, overflow, bad, overflow):
+        state.advance(decision, 8)
+    state.skip_batch(8)
+    state.advance(bad, 8)
+    assert (state.step, state.consecutive_skips, state.first_skip) == (8, 2, 4)
+    config = StabilityConfig(max_consecutive_skips=2)
+    cause = needs_rollback(config, state.step, state.consecutive_skips, state.first_skip, {})
+    assert cause is not None and cause.first_bad == 4
+    state.advance(applied, 8)
+    assert (state.consecutive_skips, state.first_skip) == (0, -1)
+
+
 def test_a_corrupted_row_is_left_out_and_named(store, tmp_path, monkeypatch):
     from mmldlm.data.store import Store
     from mmldlm.train import main

@@ -461,6 +461,25 @@ def test_a_save_request_that_cannot_be_deleted_costs_no_run(store, tmp_path):
     assert steps_of(tmp_path)[-1] == 3 and len(events(tmp_path, "save")) == 3
 
 
+def test_a_save_request_is_answered_once_by_a_full_disk_too(store, tmp_path, monkeypatch):
+    from mmldlm.checkpoints import commit
+
+    begin, full = commit.begin, commit.CommitFailed("no space left")
+
+    def failing(run_dir, step, *rest):
+        if step < 3:
+            raise full
+        return begin(run_dir, step, *rest)
+
+    monkeypatch.setattr(commit, "begin", failing)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "save_now").touch()
+    more = ["training.num_train_steps=3", "logging.save_freq=100"]
+    assert main(words(store, tmp_path, *more)) == 0
+    assert [event["step"] for event in events(tmp_path, "save_failed")] == [1]
+    assert not (tmp_path / "run" / "save_now").exists()
+
+
 def test_a_source_that_is_gone_is_not_needed_to_continue(store, done, tmp_path, capsys):
     source = tmp_path / "source"
     shutil.copytree(done / "run" / "latest", source)
