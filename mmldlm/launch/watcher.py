@@ -53,6 +53,10 @@ START_SECONDS = 60.0
 SETTLE_SECONDS = 3.0
 # The same for collective exits: rank 0 has more to write than the others.
 AGREED_SECONDS = 30.0
+# Seconds without an answer of all nodes at the same time, while each of them can be reached
+UNANSWERED_SECONDS = 30.0
+# Seconds between a signal and the same one again, from which that means "stop immediately"
+REPEAT_SECONDS = 1.0
 STOP_GRACE = 2.0
 # DeepSpeed's launcher logs its plan, several lines per node. They are kept in launcher.log, not
 # shown on the screen.
@@ -91,7 +95,8 @@ class Watcher:
         self.launch_id = uuid.uuid4().hex
         self.pool = AgentPool([self._agent(name) for name in context.names])
         self.process: subprocess.Popen | None = None
-        self.interrupts = 0
+        self.interrupts = 0  # 2: stop immediately
+        self._signalled: dict[int, float] = {}  # signal -> time of the first
         self.returned_nodes: Callable[[], list[str]] = list
         self._returned: list[str] = []
         self._follower: threading.Thread | None = None
@@ -142,7 +147,11 @@ class Watcher:
                 signal.signal(signum, handler)
 
     def _count_interrupt(self, signum, frame) -> None:
-        self.interrupts += 1
+        # A session that closes sends SIGHUP and SIGTERM, Slurm SIGTERM some time after SIGUSR1: a
+        # save must not end by that.
+        now = time.monotonic()
+        is_again = now - self._signalled.setdefault(signum, now) > REPEAT_SECONDS
+        self.interrupts = max(self.interrupts, 2 if is_again else 1)
 
     def _prepare_nodes(self) -> Outcome | None:
         """Write the launch file on every node and reserve the master port; return the outcome of a
@@ -254,7 +263,7 @@ class Watcher:
                     sys.stdout.flush()
 
     def _watch(self) -> Outcome:
-        start_time = time.monotonic()
+        start_time = complete_time = time.monotonic()
         handled_interrupts = 0
         signal_time = None
         while True:
@@ -278,7 +287,14 @@ class Watcher:
                 self.pool.call(
                     "signal_ranks", {"launch": self.launch_id, "signal": "SIGTERM"}, timeout=10
                 )
-            outcome = self.evaluate(views, launcher_ended, time.monotonic() - start_time)
+            # A node that did not answer and was reached again answers in the next round: without
+            # it, its ranks would seem to have vanished.
+            outcome = None
+            if self.pool.failures or len(views) == len(self.context.names):
+                complete_time = time.monotonic()
+                outcome = self.evaluate(views, launcher_ended, complete_time - start_time)
+            elif time.monotonic() - complete_time > UNANSWERED_SECONDS:
+                outcome = self._unanswered(views)
             if outcome is not None:
                 return outcome
             if signal_time is not None and time.monotonic() - signal_time > self.grace:
@@ -287,6 +303,12 @@ class Watcher:
                     f"the ranks did not exit within {self.grace:.0f} s of the signal",
                 )
             time.sleep(max(POLL_SECONDS - (time.monotonic() - poll_time), 0))
+
+    def _unanswered(self, views: Views) -> Outcome:
+        name = next(name for name in self.context.names if name not in views)
+        error = self.pool.errors.get((name, "report_ranks"), "its sessions end without an answer")
+        reason = f"{name}: it does not report its ranks: {error}"
+        return node_outcome(reason, views, [name])
 
     @property
     def _at_signal(self) -> str:

@@ -135,3 +135,45 @@ def test_a_rank_that_ends_because_of_another_has_not_failed(watched):
     states["b"].update(failure={"ranks": [[1, 1]], "sentence": "rank 1 on b failed"})
     outcome = one.evaluate_failed_rank(views)
     assert outcome.failed_nodes == ["b"] and "rank 1 on b ended first" in outcome.reason
+
+
+def test_a_node_that_misses_a_round_has_not_lost_its_ranks(watched, monkeypatch):
+    """The launcher ends in the round in which the session to a node breaks and is opened again."""
+    one, states, views = watched
+    monkeypatch.setattr(watcher, "POLL_SECONDS", 0.0)
+    one.process = ended(0)
+    for state in states.values():
+        state.update(exit=EXIT_DONE, alive=False)
+    rounds = [{name: views[name] for name in "ac"}, views]
+    one.pool.call = lambda *args, **more: rounds.pop(0)
+    outcome = one._watch()
+    assert (outcome.code, outcome.reason) == (EXIT_DONE, "") and rounds == []
+
+
+def test_a_node_that_never_reports_is_named(watched, monkeypatch):
+    one, states, views = watched
+    monkeypatch.setattr(watcher, "POLL_SECONDS", 0.0)
+    monkeypatch.setattr(watcher, "UNANSWERED_SECONDS", 0.05)
+    del views["b"]
+    one.pool.errors["b", "report_ranks"] = "PermissionError: /tmp/states"
+    outcome = one._watch()
+    assert outcome.failed_nodes == ["b"] and outcome.reason.startswith("b: it does not report")
+    assert "PermissionError" in outcome.reason
+
+
+def test_only_the_same_signal_again_means_at_once(watched, monkeypatch):
+    """A session that closes sends SIGHUP and SIGTERM, Slurm SIGTERM after SIGUSR1."""
+    one, _, _ = watched
+    clock = [100.0]
+    monkeypatch.setattr(watcher.time, "monotonic", lambda: clock[0])
+    for signum, seconds, count in (
+        (signal.SIGHUP, 0, 1),
+        (signal.SIGTERM, 0.01, 1),
+        (signal.SIGHUP, 0.5, 1),
+        (signal.SIGUSR1, 30, 1),
+        (signal.SIGINT, 30, 1),
+        (signal.SIGINT, 2, 2),
+    ):
+        clock[0] += seconds
+        one._count_interrupt(signum, None)
+        assert one.interrupts == count
