@@ -14,7 +14,7 @@ EXIT_CODES = {
     EXIT_USAGE: "what you typed, or what is there, cannot work: nothing was started",
     EXIT_UNCHECKED: "preflight could not finish its checks",
     EXIT_STABILITY: "stopped because the numbers stayed bad",
-    EXIT_INTERRUPTED: "interrupted after a save: `training.resume=auto` goes on",
+    EXIT_INTERRUPTED: "interrupted, and what was trained is saved: `training.resume=auto` goes on",
 }
 """Exit codes of every command and of a training, and what they mean, in Markdown."""
 
@@ -68,6 +68,8 @@ class StabilityStop(MmldlmError):
 
 
 class Interrupted(MmldlmError):
-    """A stop by a signal, after all ranks have saved a checkpoint (exit 5)."""
+    """A stop by a signal (exit 5): all ranks have saved a checkpoint, or nothing was to be saved;
+    the message says which.
+    """
 
     exit_code = EXIT_INTERRUPTED

@@ -103,6 +103,7 @@ def set_env_from_mpi() -> None:
     variables = {
         "RANK": world.Get_rank(),
         "LOCAL_RANK": node.Get_rank(),
+        "LOCAL_WORLD_SIZE": node.Get_size(),
         "WORLD_SIZE": world.Get_size(),
         "MASTER_ADDR": address,
         "MASTER_PORT": port,
@@ -130,8 +131,8 @@ def set_rank_environment() -> None:
     """Set RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT if MPI or srun started this
     process.
 
-    Does nothing if RANK is set. Each of several processes would otherwise train as if it were
-    alone.
+    Sets nothing if RANK is set, and checks the launcher's variables in any case. Each of several
+    processes would otherwise train as if it were alone.
 
     Raises:
         UserError: a variable is not a valid number, or another launcher started several processes
@@ -253,8 +254,9 @@ def _set_env_from_slurm() -> None:
     num_nodes = environment.get("SLURM_STEP_NUM_NODES") or environment.get("SLURM_NNODES") or ""
     if num_nodes != "1" and not nodes:
         return
-    if num_nodes == "1":
-        environment.setdefault("LOCAL_WORLD_SIZE", str(_slurm_size()))
+    num_local = _slurm_size() if num_nodes == "1" else _tasks_on_this_node()
+    if num_local is not None:
+        environment.setdefault("LOCAL_WORLD_SIZE", str(num_local))
     address = "127.0.0.1" if num_nodes == "1" else first_host(nodes)
     job, step = (
         int(re.sub(r"\D", "", environment.get(f"SLURM_{name}_ID", "")) or 0)
@@ -265,6 +267,19 @@ def _set_env_from_slurm() -> None:
     environment.update(
         RANK=environment["SLURM_PROCID"], LOCAL_RANK=local_rank, WORLD_SIZE=str(_slurm_size())
     )
+
+
+def _tasks_on_this_node() -> int | None:
+    """Return the number of this step's tasks on this node, from Slurm's list for all nodes, in
+    which "4(x2),3" is 4, 4 and 3; None where there is none.
+    """
+    node = os.environ.get("SLURM_NODEID", "")
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        groups = re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", os.environ.get(name, ""))
+        counts = [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
+        if node.isdigit() and int(node) < len(counts):
+            return counts[int(node)]
+    return None
 
 
 def first_host(nodes: str) -> str:

@@ -49,7 +49,7 @@ def report_error_once(error: BaseException, kind: str = "error") -> None:
         if _number("WORLD_SIZE") > 1:
             _claim(_claim_path(error))
         log_line(f"{kind}: {error}")
-    elif not _has_process_group() and _claim(
+    elif not in_process_group() and _claim(
         _claim_path(error), wait=CLAIM_WAIT if local_rank else 0.0
     ):
         log_line(f"{kind} on rank {rank} ({socket.gethostname()}): {error}")
@@ -61,13 +61,11 @@ def _number(name: str) -> int:
     return int(text) if text.isascii() and text.isdigit() else 0
 
 
-def _has_process_group() -> bool:
-    torch = sys.modules.get("torch")  # not imported: then there is none
-    return (
-        torch is not None
-        and torch.distributed.is_available()
-        and torch.distributed.is_initialized()
-    )
+def in_process_group() -> bool:
+    """Whether this process is in a process group; torch may not be imported, or only half."""
+    distributed = getattr(sys.modules.get("torch"), "distributed", None)
+    is_initialized = getattr(distributed, "is_initialized", None)
+    return is_initialized is not None and is_initialized()
 
 
 def _claim(path: Path, wait: float = 0.0) -> bool:

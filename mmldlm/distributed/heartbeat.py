@@ -93,7 +93,6 @@ class Heartbeat:
         rank: int,
         world_size: int,
         timeout: float,
-        store: torch.distributed.TCPStore | None = None,
         logs: Path | None = None,
     ):
         """Connect, and publish the first heartbeat. Collective in that all ranks do it in the same
@@ -103,13 +102,12 @@ class Heartbeat:
             rank: Rank of this process.
             world_size: Number of ranks.
             timeout: Time limit in seconds (engine.collective_timeout).
-            store: Client connection used by nothing else; None connects to
-                MASTER_ADDR:MASTER_PORT, where init_process_group has left a store.
             logs: Folder for the stacks (stack_rank{N}.txt) and the flight recorder's files of a
                 rank that is ended.
 
         Raises:
-            torch.distributed.DistError: the store cannot be reached.
+            torch.distributed.DistError: the store that init_process_group has left at
+                MASTER_ADDR:MASTER_PORT cannot be reached.
         """
         self.rank, self.world_size, self.logs = rank, world_size, logs
         self.interval = min(_MAX_INTERVAL, timeout / _INTERVALS_IN_TIMEOUT)
@@ -144,7 +142,7 @@ class Heartbeat:
             os.environ.get("MASTER_ADDR", "127.0.0.1"),
             int_from_env("MASTER_PORT", 0),
         )
-        self._store = store if store is not None else self._connect(timeout)
+        self._store = self._connect(timeout)
         self._store.set_timeout(timedelta(seconds=timeout))
         # A process that trains twice, and a restarted attempt under torchrun, find earlier
         # heartbeats in the store.

@@ -225,16 +225,12 @@ def _check_sections(merged: dict[str, Any], config: Config) -> None:
 
 def _check_loss_scaling(config: Config, section: dict[str, Any]) -> None:
     """Reject settings of DeepSpeed's loss scaling, which is off; ours halves at an overflow and
-    stays above 1.
+    never goes below 1.
     """
     initial = config.stability.loss_scale or LOSS_SCALE
     window = config.stability.loss_scale_window or LOSS_SCALE_WINDOW
-    if section.get("loss_scale", "auto") not in ("auto", 1.0):
-        found = section["loss_scale"]
-        raise _disagree(
-            "stability.loss_scale", config.stability.loss_scale, "fp16.loss_scale", found, config
-        )
     ours = {
+        "loss_scale": 1,
         "initial_scale_power": math.log2(initial),
         "loss_scale_window": window,
         "hysteresis": 1,

@@ -122,9 +122,7 @@ class MuonAdamW(torch.optim.AdamW):
         updates = {id(owner): self._advance_momentum(owner, group["momentum"]) for owner in owners}
         values = [shard.slice_of(updates[id(shard.owner)]) for shard in shards]
         with torch.profiler.record_function(LABEL):
-            exchange.run(
-                values, lambda matrix, momentum: orthogonal_update(momentum, self.block_rows)
-            )
+            exchange.run(values, lambda momentum: orthogonal_update(momentum, self.block_rows))
         for shard, value in zip(shards, values, strict=True):
             weights = shard.slice_of(shard.owner)
             weights.mul_(1 - group["lr"] * group["weight_decay"])
@@ -147,8 +145,8 @@ class MuonAdamW(torch.optim.AdamW):
         return gradient.lerp_(buffer, momentum)
 
     def cost(self) -> dict[str, float]:
-        """Cost of one step: matrices, elements, flops (of all ranks), flops_per_rank (of the
-        busiest), bytes (sent).
+        """Cost of one step: matrices, flops (of all ranks), flops_per_rank (of the busiest), bytes
+        (sent).
         """
         exchanges = [exchange for _, _, exchange in self._units.values()]
         per_rank: dict[int, float] = {}
@@ -156,10 +154,8 @@ class MuonAdamW(torch.optim.AdamW):
             for matrix, owner in zip(exchange.matrices, exchange.owners, strict=True):
                 flops = update_flops(matrix.rows, matrix.columns, self.block_rows)
                 per_rank[owner] = per_rank.get(owner, 0.0) + flops
-        matrices = [matrix for exchange in exchanges for matrix in exchange.matrices]
         return {
-            "matrices": len(matrices),
-            "elements": sum(matrix.size for matrix in matrices),
+            "matrices": sum(len(exchange.matrices) for exchange in exchanges),
             "flops": sum(per_rank.values()),
             "flops_per_rank": max(per_rank.values(), default=0.0),
             "bytes": sum(exchange.bytes_sent() for exchange in exchanges),

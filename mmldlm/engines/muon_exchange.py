@@ -144,18 +144,18 @@ class MatrixExchange:
         ]
         self._buckets = self._make_buckets()
 
-    def run(self, values: list[Tensor], transform: Callable[[Matrix, Tensor], Tensor]) -> None:
+    def run(self, values: list[Tensor], transform: Callable[[Tensor], Tensor]) -> None:
         """Replace what this rank's shards hold of each matrix by their elements of
         transform(matrix). Collective.
 
         Args:
             values: Flat fp32 tensor of each shard of this rank, changed in place; elements of no
                 matrix are left as they are.
-            transform: (Matrix, [rows, columns] fp32) -> [rows, columns] fp32.
+            transform: [rows, columns] fp32 -> [rows, columns] fp32.
         """
         for bucket in self._buckets:
             results = {
-                k: transform(self.matrices[k], matrix).reshape(-1)
+                k: transform(matrix).reshape(-1)
                 for k, matrix in self._gather(bucket, values).items()
             }
             self._scatter(bucket, values, results)

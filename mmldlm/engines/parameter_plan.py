@@ -42,11 +42,10 @@ class ParameterPlan:
     def apply(
         self, model: nn.Module, groups: Mapping[str, Sequence[str]]
     ) -> dict[str, tuple[int, int]]:
-        """Set requires_grad of every parameter; DeepSpeed ignores changes after the engine is
-        built.
+        """`set_requires_grad`, and count the parameters of each group.
 
         Args:
-            groups: Group -> names of its parameters, for the counts.
+            groups: Group -> names of its parameters.
 
         Returns:
             group -> (trainable, all) elements.

@@ -151,6 +151,3 @@ class DdpEngine(TorchEngine):
     def _sync_gradients(self, sync: bool) -> None:
         # The attribute that DDP.no_sync sets: no `with` around the forward pass is needed.
         self.module.require_backward_grad_sync = sync
-
-    def describe(self) -> str:
-        return "ddp"

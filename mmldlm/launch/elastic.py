@@ -203,7 +203,9 @@ class ReturnWatch:
     def _ask(self) -> None:
         pause, absent = ASK_SECONDS, self._absent
         while absent and not self._stopped.wait(pause):
-            answering = [node for node in absent if self._answers(node.name)]
+            answering = [
+                node for node in absent if not self._stopped.is_set() and self._answers(node.name)
+            ]
             try:
                 failures = self._failures(answering) if answering else {}
             except (OSError, ValueError, MmldlmError) as error:

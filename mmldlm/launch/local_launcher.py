@@ -60,8 +60,10 @@ def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
         rank failed.
     """
     ranks: list[subprocess.Popen] = []
+    received: list[int] = []
 
     def forward(signum, frame) -> None:
+        received.append(signum)
         for process in ranks:
             if process.poll() is None:
                 process.send_signal(signum)
@@ -77,6 +79,9 @@ def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
                     command, env=_environment(rank, nproc, port), preexec_fn=die_with_parent
                 )
             )
+            # A signal while a rank was started has reached the others alone.
+            for signum in received:
+                ranks[-1].send_signal(signum)
         return _wait(ranks, grace, command)
     finally:
         for process in ranks:

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -34,6 +35,8 @@ from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes, set_
 
 LAUNCH_ID_VAR = "MMLDLM_LAUNCH"
 LAST_LINES = 20
+# For the rest of the output of a script that has ended.
+READ_SECONDS = 5.0
 _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
 
 
@@ -99,8 +102,14 @@ def main() -> int:
     }
     state |= {"started": time.time(), "exit": None, "log": str(log)}
     _write_state(launch_id, state)
-    last_lines = _stream_log(child, log, to_screen=rank == 0 and sys.stdout is not None)
+    last: deque[str] = deque(maxlen=LAST_LINES)
+    to_screen = rank == 0 and sys.stdout is not None
+    reader = threading.Thread(target=_stream_log, args=(child, log, to_screen, last), daemon=True)
+    reader.start()
     code = child.wait()
+    # A process that the script has started may outlive it, with its output.
+    reader.join(READ_SECONDS)
+    last_lines = list(last)
     if code == -signal.SIGBUS and Path(launch["script"]).name == "train.py":
         from mmldlm.launch.local_launcher import explain_sigbus
 
@@ -154,9 +163,8 @@ def _write_state(launch_id: str, state: dict) -> None:
         )
 
 
-def _stream_log(child: subprocess.Popen, log: Path, to_screen: bool) -> list[str]:
-    """Copy the child's output to its log, and rank 0's to the screen; return the last lines."""
-    last: deque[str] = deque(maxlen=LAST_LINES)
+def _stream_log(child: subprocess.Popen, log: Path, to_screen: bool, last: deque[str]) -> None:
+    """Copy the child's output to its log, to `last`, and rank 0's to the screen."""
     with contextlib.ExitStack() as stack:
         file = None
         with contextlib.suppress(OSError):
@@ -171,7 +179,6 @@ def _stream_log(child: subprocess.Popen, log: Path, to_screen: bool) -> list[str
                 with contextlib.suppress(OSError):
                     sys.stdout.buffer.write(line)
                     sys.stdout.buffer.flush()
-    return list(last)
 
 
 if __name__ == "__main__":

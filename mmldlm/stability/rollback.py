@@ -9,6 +9,7 @@ from typing import Any
 from mmldlm.config.schema import StabilityConfig
 from mmldlm.errors import StabilityStop
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.run_files import EVENTS
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def stability_stop_error(
     return StabilityStop(
         f"stopped at step {cause.step}: {cause.reason}, {tried}. The last skips: {skips}. Skipped"
         f" steps did not change the weights. {last}; samples and tensors:"
-        f" {run_dir / 'events.jsonl'}.{replay} Lower optimizer.lr or optimizer.grad_clip_norm,"
+        f" {run_dir / EVENTS}.{replay} Lower optimizer.lr or optimizer.grad_clip_norm,"
         f" check the data with `mmldlm verify-data`, then {restart}."
     )
 
@@ -99,7 +100,7 @@ def no_step_applied_error(step: int, run_dir: Path, last_reasons: list[str]) -> 
     """Return the error, with exit code 4, of a run that is done and whose weights no step has
     moved.
     """
-    skips = "; ".join(dict.fromkeys(last_reasons)) or "see events.jsonl"
+    skips = "; ".join(dict.fromkeys(last_reasons)) or f"see {EVENTS}"
     return StabilityStop(
         f"all steps up to {step} are done, and none was applied: the weights are those of the"
         f" start. The last skips: {skips}. `mmldlm replay {run_dir} last` names the module and the"

@@ -25,7 +25,7 @@ from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import read_json, to_json
-from mmldlm.utils.run_files import SKIPPED_STEPS
+from mmldlm.utils.run_files import EVENTS, SKIPPED_STEPS
 from mmldlm.utils.validation import describe_problems
 
 _RECORD = re.compile(r"step_(\d{8,})\.json")
@@ -98,7 +98,7 @@ def load_skipped_step(run_dir: Path, event: str) -> dict:
         raise UserError(
             f"the step number of a skip in {folder}, or `last`",
             f"{event!r}; recorded steps: {join_some(steps, 8) or 'none'}",
-            f"look up the step in a `skip` line of {run_dir / 'events.jsonl'}",
+            f"look up the step in a `skip` line of {run_dir / EVENTS}",
         )
     return _read_record(records[steps.index(step)][1], step)
 

@@ -72,8 +72,8 @@ class Checkpointer:
         engine: Engine,
         average: WeightAverage | None,
         guard: Guard,
-        heartbeat: Callable[[], None] = lambda: None,
-        stop_requested: Callable[[], bool] = lambda: False,
+        heartbeat: Callable[[], None],
+        stop_requested: Callable[[], bool],
     ):
         self.run, self.engine, self.average, self.guard = run, engine, average, guard
         self.config, self.state, self.folder = run.config, run.state, run.folder

@@ -38,8 +38,14 @@ def train(session: Session) -> None:
     batches = session.batches()
     session.engine.module.train()
     timeout_factor = FIRST_STEP_TIMEOUT_FACTOR
+    interrupted = False
     # The run that this one continues may have left its last evaluation to it.
-    interrupted = state.evaluation_left and not evaluate(session)
+    if state.evaluation_left:
+        interrupted = not evaluate(session)
+        session.enter_phase("save")
+        # With the evaluation, for checkpoints.keep_best; and the next one need not evaluate again.
+        if not interrupted:
+            checkpointer.save()
 
     while state.step < session.num_steps and not interrupted:
         with session.phase("data"):

@@ -39,6 +39,7 @@ from mmldlm.utils.atomic_files import atomic_file
 from mmldlm.utils.formatting import closing_lines, count_noun, first_line, join_some
 from mmldlm.utils.run_files import (
     EVALUATIONS,
+    EVENTS,
     LAST_BEST,
     LATEST,
     LAYERS,
@@ -310,8 +311,8 @@ class RunLogger:
         self.folder.event("stability_stop", step=self.state.step, reason=reason)
         return StabilityStop(
             f"stopped at step {self.state.step}: {reason}. Samples, files and reasons:"
-            f" {folder / 'events.jsonl'} (bad_sample). Last checkpoint:"
-            f" {folder / 'latest'}. Check the storage of {self.run.data.source} and the data"
+            f" {folder / EVENTS} (bad_sample). Last checkpoint:"
+            f" {folder / LATEST}. Check the storage of {self.run.data.source} and the data"
             " itself (`mmldlm verify-data` for a store), then add training.resume=auto."
         )
 

@@ -257,11 +257,14 @@ def _restore_or_start(
     if resume_from is not None:
         session.enter_phase("load")
         notes = checkpointer.resume(resume_from)
-    elif session.config.training.init_from is not None and init_report is None:
+    elif session.config.training.init_from is not None and not session.engine.all_agree(
+        init_report is not None
+    ):
         raise UserError(
-            f"a valid checkpoint in {session.config.run_dir()}, or none at all",
-            "only damaged ones",
-            "move them away to start again from training.init_from",
+            f"the same checkpoints in {session.config.run_dir()} on every rank",
+            "some that a rank saw when it started, and none where rank 0 looked for one",
+            "mount that folder on all nodes; or move the checkpoints away to start again from"
+            " training.init_from",
         )
     stop.leave_if_agreed(session.engine, "before the first step")
     logger.open_logs(

@@ -6,12 +6,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from types import FrameType
 
 from mmldlm.distributed.collectives import Ranks
-from mmldlm.distributed.error_reporting import log_line
+from mmldlm.distributed.error_reporting import in_process_group, log_line
 from mmldlm.errors import EXIT_INTERRUPTED, Interrupted
 from mmldlm.utils.stop_signals import handle_stop_signals
 
@@ -45,7 +44,7 @@ class StopSignal:
 
     def _end_before_the_start(self, reader: int) -> None:
         while byte := os.read(reader, 1):
-            if byte[0] in self._numbers and not self._have_met and not _in_process_group():
+            if byte[0] in self._numbers and not self._have_met and not in_process_group():
                 if os.environ.get("RANK", "0") == "0":
                     log_line("stopped by a signal before the run began; nothing was written")
                 os._exit(EXIT_INTERRUPTED)
@@ -62,7 +61,8 @@ class StopSignal:
         return not ranks.all_agree(not self.received)
 
     def leave_if_received(self) -> None:
-        """End this rank's part of something that all ranks vote on. Not collective.
+        """Raise on this rank alone, inside work whose errors all ranks then share
+        (Ranks.run_together).
 
         Raises:
             Interrupted: this process was asked to stop.
@@ -78,10 +78,3 @@ class StopSignal:
         """
         if self.agreed(ranks):
             raise Interrupted(f"stopped by a signal {when}; nothing had to be saved")
-
-
-def _in_process_group() -> bool:
-    torch = sys.modules.get("torch")  # half imported it has no `distributed` yet
-    distributed = getattr(torch, "distributed", None)
-    is_initialized = getattr(distributed, "is_initialized", None)
-    return is_initialized is not None and is_initialized()

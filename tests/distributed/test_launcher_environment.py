@@ -55,6 +55,16 @@ def test_tasks_of_srun_are_ranks(variables):
     )
 
 
+@pytest.mark.parametrize(
+    ("listed", "node", "count"),
+    [("4(x2)", "1", "4"), ("5,3", "1", "3"), ("2(x3),8", "3", "8"), ("4", "1", None)],
+)
+def test_the_tasks_of_this_node_are_counted(variables, listed, node, count):
+    """Each would otherwise take as many CPUs as its own number leaves."""
+    found = variables({**STEP, "SLURM_STEP_TASKS_PER_NODE": listed, "SLURM_NODEID": node})
+    assert found.get("LOCAL_WORLD_SIZE") == count
+
+
 def test_an_address_that_is_set_stays(variables):
     assert variables({**STEP, "MASTER_ADDR": "a", "MASTER_PORT": "1"})["MASTER_ADDR"] == "a"
 
