@@ -57,9 +57,10 @@ _DISK_FULL_BYTES = 16 * 2**20
 
 
 class CommitFailed(MmldlmError):
-    """A checkpoint could not be saved.
+    """A checkpoint could not be saved, or is complete while `latest` could not be moved to it.
 
-    Raised on all ranks; the previous checkpoint and `latest` are unchanged.
+    Raised on all ranks; the previous checkpoint is unchanged, or that of the same step replaced by
+    the complete one.
     """
 
 
@@ -95,6 +96,7 @@ class PendingCheckpoint:
         self.run_dir, self.step, self.ranks = run_dir, step, ranks
         self.final = run_dir / CHECKPOINTS / step_name(step)
         self.path = self.final.with_name(f".partial_{self.final.name}")
+        self._is_published = False
 
     def commit(
         self, error: BaseException | None = None, *, has_entry: bool = False, **metadata: Any
@@ -112,7 +114,9 @@ class PendingCheckpoint:
             The folder RUN/checkpoints/step_N.
 
         Raises:
-            CommitFailed: on every rank, if anything failed on any rank.
+            CommitFailed: on every rank, if anything failed on any rank. Also where `latest` alone
+                could not be moved: whoever follows it would continue from an earlier step, so the
+                save is worth a retry.
         """
         self.raise_together("writing its files", error)
         if not has_entry:
@@ -131,8 +135,8 @@ class PendingCheckpoint:
         self.ranks.barrier()
 
     def raise_together(self, phase: str, error: BaseException | None) -> None:
-        """Return if no rank had an error in this phase; otherwise remove the checkpoint.
-        Collective.
+        """Return if no rank had an error in this phase; otherwise remove the checkpoint, unless it
+        is published. Collective.
 
         Raises:
             CommitFailed: on every rank, with the errors.
@@ -148,6 +152,13 @@ class PendingCheckpoint:
             self.discard()
             more = f", and {len(messages) - 3} more ranks" if len(messages) > 3 else ""
             reasons = "; ".join(messages[:3]) + more
+            # Only rank 0 knows.
+            if not self.ranks.all_agree(not self._is_published):
+                return CommitFailed(
+                    f"checkpoint of step {self.step} is complete in {self.final}, but moving"
+                    f" `{LATEST}` to it failed ({reasons}): `{LATEST}` may name an earlier one,"
+                    " or none; training.resume=auto finds the complete one"
+                )
             # There is none while a conversion writes the first checkpoint of its run.
             is_kept = os.path.lexists(self.run_dir / LATEST)
             previous = ""
@@ -225,9 +236,12 @@ class PendingCheckpoint:
             else:
                 set_aside(self.final)
         os.rename(self.path, self.final)
-        fsync_path(self.final.parent)
-        update_link(self.run_dir, LATEST, self.final)
-        shutil.rmtree(replaced, ignore_errors=True)
+        self._is_published = True
+        try:
+            fsync_path(self.final.parent)
+            update_link(self.run_dir, LATEST, self.final)
+        finally:
+            shutil.rmtree(replaced, ignore_errors=True)
 
 
 def begin(

@@ -229,9 +229,9 @@ def examine(folder: Path | str, checksums: bool = True, tails: bool = False) -> 
     return examination
 
 
-def verify(folder: Path | str, checksums: bool = True, tails: bool = False) -> list[str]:
+def verify(folder: Path | str, checksums: bool = True) -> list[str]:
     """Return all findings of `examine` in one list; empty if every file is as it was saved."""
-    examination = examine(folder, checksums, tails)
+    examination = examine(folder, checksums)
     return [*examination.problems, *examination.descriptions]
 
 

@@ -22,7 +22,7 @@ from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.run_files import CHECKPOINTS, EVALUATIONS
 
-# The figures of a run's evaluations, beside its checkpoints.
+# Longest recorded word or phrase in a card, in characters.
 _MAX_WORD = 120
 
 

@@ -9,6 +9,7 @@ repository.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import json
@@ -181,6 +182,7 @@ def write_atomically(
         MmldlmError: writing failed. In both cases, and if `write` raises, `out` is unchanged.
     """
     with claimed_file(out, "OUT", "conversion"):
+        _restore_replaced(out)
         check_target(origin, out, force)
         partial = partial_path(out)
         # The leftovers of an interrupted conversion; check_target has verified that it is nothing
@@ -237,19 +239,39 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 
 def _publish(out: Path, fsync: bool) -> None:
-    """Rename the partial folder."""
-    partial = partial_path(out)
-    if os.path.lexists(out):
-        replaced = out.with_name(out.name + ".replaced")
+    """Rename the partial folder; if that fails, `out` is unchanged."""
+    partial, replaced = partial_path(out), _replaced_path(out)
+    is_replacement = os.path.lexists(out)
+    if is_replacement:
         check_replaceable(replaced)
         shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(out, replaced)
+    try:
+        if is_replacement:
+            os.rename(out, replaced)
         os.rename(partial, out)
-        shutil.rmtree(replaced)
-    else:
-        os.rename(partial, out)
+    except BaseException:
+        _restore_replaced(out)
+        raise
     if fsync:
         fsync_path(out.parent)
+    if is_replacement:
+        # `out` is complete, whatever is left of the old one; the next conversion deletes it.
+        shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _replaced_path(out: Path) -> Path:
+    return out.with_name(out.name + ".replaced")
+
+
+def _restore_replaced(out: Path) -> None:
+    """Put the old folder back if a conversion has ended between the two renames of `_publish`."""
+    replaced = _replaced_path(out)
+    if os.path.lexists(out) or not os.path.lexists(replaced):
+        return
+    # A folder of this name that is no conversion is somebody else's.
+    with contextlib.suppress(UserError, OSError):
+        check_replaceable(replaced)
+        os.rename(replaced, out)
 
 
 def flush(folder: Path) -> None:

@@ -5,9 +5,9 @@ only what it owns. Only descriptions are unpickled, and neither torch nor deepsp
 A reader can be pickled: rank 0 opens every file of a checkpoint, once, and the other ranks those
 from which they read.
 
-Checksums: rank 0 must have verified the files against the manifest before (manifest.verify with
-checksums). Here only records that are read from end to end are compared with their CRC; otherwise
-every rank would read nearly everything.
+Checksums: rank 0 must have compared the files with the manifest before (locate.check_complete or
+find_latest_valid, with checksums). Here only records that are read from end to end are compared
+with their CRC; otherwise every rank would read nearly everything.
 """
 
 from __future__ import annotations

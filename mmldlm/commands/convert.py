@@ -12,7 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.convert import ConvertOptions, Summary, dry_run, run_conversion
+from mmldlm.checkpoints.convert import (
+    MAX_WORLD_SIZE,
+    ConvertOptions,
+    Summary,
+    dry_run,
+    run_conversion,
+)
 from mmldlm.checkpoints.formats.export_plan import DTYPE_NAMES
 from mmldlm.checkpoints.inspect import diff, inspect
 from mmldlm.checkpoints.manifest import SAFETENSORS_FILE, SUB_GROUP_SIZE, TARGETS
@@ -68,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--world",
         metavar="N",
-        type=option_types.integer(1, 1 << 20),
+        type=option_types.integer(1, MAX_WORLD_SIZE),
         help="number of ranks of the new checkpoint (default: the source's)",
     )
     add("--force", action="store_true", help="replace OUT if it is an earlier conversion")
@@ -112,7 +118,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sub-group-size",
         metavar="N",
         type=option_types.integer(1, 1 << 62),
-        default=SUB_GROUP_SIZE,
         help=(
             "zero3: elements per sub-group, as in the DeepSpeed config that will load it (default"
             " 1e9)"
@@ -225,7 +230,7 @@ def _options(args: argparse.Namespace, **more: Any) -> ConvertOptions:
         strip_prefix=args.strip_prefix,
         keep_names=args.keep_names,
         key=args.key,
-        sub_group_size=args.sub_group_size,
+        sub_group_size=args.sub_group_size or SUB_GROUP_SIZE,
         verify=args.verify,
         fsync=not args.no_fsync,
         **more,
@@ -259,11 +264,12 @@ def _check_options(args: argparse.Namespace) -> None:
     unsupported = {
         "safetensors": ("world",),
         "model.pt": ("world", "shard_size", "verify"),
-        "dcp": ("shard_size", *weights_alone),
         "universal": ("world", "shard_size", *weights_alone),
         "ddp": ("world", "shard_size", *weights_alone),
-    }
-    for option in unsupported.get(args.to, ("shard_size", *weights_alone)):
+    }.get(args.to, ("shard_size", *weights_alone))
+    if args.to != "zero3":
+        unsupported += ("sub_group_size",)
+    for option in unsupported:
         if getattr(args, option):
             name = "--" + option.replace("_", "-")
             raise UserError(f"options that --to {args.to} supports", name, f"leave {name} out")

@@ -228,7 +228,7 @@ def _gain_settings(given: dict[str, Any], pretrained: Pretrained) -> GainSetting
     }
     if unread := [key for key, reads in is_read.items() if key in given and not reads]:
         raise UserError(f"options that task={task.name} reads", flags(unread), "omit them")
-    settings.check_search(task, ())
+    settings.check_search(task, given)
     return settings
 
 

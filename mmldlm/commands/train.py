@@ -7,9 +7,8 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
-import mmldlm
+from mmldlm.cluster.launcher_commands import TRAIN, train_arguments
 from mmldlm.commands import config_options
 from mmldlm.distributed.environment import check_single_process, hidden_gpu_note
 from mmldlm.engines.deepspeed_config import check_fp16
@@ -49,18 +48,7 @@ def main(args: argparse.Namespace) -> int:
         )
     check_fp16(config, torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported())
     check_run(config, nproc)
-    options = {
-        "--config-name": args.config_name,
-        "--config": args.config,
-        "--deepspeed_config": args.deepspeed_config,
-    }
-    given = [
-        text
-        for option, value in options.items()
-        if value is not None
-        for text in (option, str(value))
-    ]
-    command = [str(Path(mmldlm.__file__).with_name("train.py")), *given, *args.overrides]
+    command = [TRAIN, *train_arguments(args)]
     if config.engine.kind == "single":
         os.execv(sys.executable, [sys.executable, *command])
     if not torch.cuda.is_available():

@@ -53,7 +53,7 @@ from mmldlm.utils.formatting import count_noun
 
 
 def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> nn.Module:
-    """Return a fresh model with the same config and buffers (latent statistics).
+    """Return a fresh model with the same config and scaling of latents.
 
     Args:
         random_gates: Whether to initialize the weights that start at zero, too. Without it,
@@ -70,6 +70,7 @@ def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> nn.Mod
                     nn.init.normal_(parameter, std=0.1)
     for name, buffer in model.named_buffers():
         fresh.get_buffer(name).copy_(buffer)
+    fresh.normalizes_latents = model.normalizes_latents
     return fresh.to(device).eval()
 
 
@@ -101,12 +102,14 @@ def evaluate(
         log: See `sentences.Log`.
 
     Raises:
-        UserError: the store does not match the model.
+        UserError: the store does not match the model, or the model was trained in no mode that is
+            measured.
         MmldlmError: NaN predictions.
     """
     settings = settings or GainSettings()
     started = time.perf_counter()
     pretrained.check_guidance(settings.guidance)
+    _check_modes(pretrained)
     judge = _open_judge(pretrained, settings)
     sentences = choose_sentences(store, pretrained.model, settings.num_samples, settings.seed)
     few = sentences.first(min(settings.control_samples, len(sentences)), settings.seed)
@@ -201,6 +204,13 @@ def _conditions(
         "seed": settings.seed,
         "num_parameters": sum(parameter.numel() for parameter in pretrained.model.parameters()),
     }
+
+
+def _check_modes(pretrained: Pretrained) -> None:
+    """Raise a UserError for a model of latents that was trained in neither direction."""
+    modes = [mode for mode in ("l2t", "t2l") if mode in pretrained.task.samplers]
+    if pretrained.reads_latents and not any(map(pretrained.supports, modes)):
+        pretrained.check_mode(modes[0])
 
 
 def _open_judge(pretrained: Pretrained, settings: GainSettings) -> Judge | None:

@@ -120,7 +120,8 @@ def picture_estimates(
         made: [Q, S, S, C] uint8, of the first Q images of the gallery.
         partner: [Q] another image for each: what was made from its caption is the shuffled
             control.
-        patch: Width of a patch; None: the latents are no patches, and seams are not measured.
+        patch: Width of a patch; None: the latents are no patches. Seams are measured where patches
+            have an inside and neighbors.
     """
     real, unit = gallery.images[: len(made)], f"share, of {len(gallery.images)}"
     own, true = as_vectors(made), as_vectors(real)
@@ -139,14 +140,16 @@ def picture_estimates(
         "pixel_mse_shuffled": mean(shuffled.mean(1), "squared, of -1 .. 1"),
         "pixel_mse_ratio": ratio(right.mean(1), shuffled.mean(1), "right / shuffled"),
     }
-    if patch is not None:
+    if patch is not None and 1 < patch < max(made.shape[1:3]):
         own_seams, real_seams = seam_ratio(made, patch), seam_ratio(real, patch)
         estimates |= {"seam_ratio": own_seams, "seam_ratio_real": real_seams}
-        relative = np.hypot(own_seams.se / own_seams.value, real_seams.se / real_seams.value)
-        value = own_seams.value / real_seams.value
-        estimates["seam_ratio_over_real"] = Estimate(
-            value, float(value * relative), "made / real", len(made)
-        )
+        # Constant images have no steps at all, and their ratio says nothing.
+        if own_seams.value > 0 and real_seams.value > 0:
+            relative = np.hypot(own_seams.se / own_seams.value, real_seams.se / real_seams.value)
+            value = own_seams.value / real_seams.value
+            estimates["seam_ratio_over_real"] = Estimate(
+                value, float(value * relative), "made / real", len(made)
+            )
     return estimates
 
 

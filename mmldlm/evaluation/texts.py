@@ -15,6 +15,7 @@ from mmldlm.errors import UserError
 from mmldlm.evaluation import metrics
 from mmldlm.evaluation.sentences import Log, Sentences, spread
 from mmldlm.evaluation.statistics import Difference, Estimate, mean, paired_bootstrap
+from mmldlm.sampling.judge import strings_of
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.counter_rng import Stream, generator
 
@@ -41,10 +42,7 @@ class TextArms:
 
 def decode(pretrained: Pretrained, tokens: Sequence[Sequence[int]]) -> list[str]:
     """Return ids as strings, without special tokens and white space at the ends."""
-    return [
-        text.strip()
-        for text in pretrained.tokenizer.batch_decode(list(tokens), skip_special_tokens=True)
-    ]
+    return strings_of(pretrained.tokenizer, tokens)
 
 
 def written_records(

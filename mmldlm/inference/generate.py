@@ -26,7 +26,7 @@ from mmldlm.inference.inputs import (
 )
 from mmldlm.inference.options import OWN_CHOICES, READERS, SampleOptions
 from mmldlm.inference.search import open_judge, run_search
-from mmldlm.sampling.judge import FoundTexts
+from mmldlm.sampling.judge import FoundTexts, cosines
 from mmldlm.sampling.latents import LatentSolver, sample_latents, steps_given_text
 from mmldlm.sampling.records import (
     Recorder,
@@ -245,15 +245,15 @@ def sample_t2l(pretrained: Pretrained, options: SampleOptions, progress: Progres
     assert samples.latents is not None
     texts = [record["text"] for record in samples.records]
     try:
-        cosines = _encoder_cosines(pretrained, texts, samples.latents, progress)
+        found = _encoder_cosines(pretrained, texts, samples.latents, progress)
     except KeyboardInterrupt:  # the samples are finished
         samples.is_interrupted = True
         return samples
-    if cosines is None:
+    if found is None:
         return samples
-    for record, cosine in zip(samples.records, cosines):
+    for record, cosine in zip(samples.records, found):
         record["cosine"] = cosine
-    samples.extra["mean_cosine_with_encoder"] = float(np.mean(cosines))
+    samples.extra["mean_cosine_with_encoder"] = float(np.mean(found))
     return samples
 
 
@@ -336,9 +336,7 @@ def _encoder_cosines(
             file=sys.stderr,
         )
         return None
-    norms = np.linalg.norm(sampled, axis=-1) * np.linalg.norm(encoded, axis=-1)
-    cosines = (sampled * encoded).sum(-1) / np.maximum(norms, 1e-12)
-    return cosines.reshape(len(texts), -1).mean(-1).tolist()
+    return cosines(sampled, encoded).tolist()
 
 
 def sample_unconditional(

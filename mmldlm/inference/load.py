@@ -167,8 +167,6 @@ def load_pretrained(
             sections[key] = section_class(**values[key])
         except ValidationError as error:
             raise UserError(f'a valid "{key}" in {config_path}', str(error), CONVERT) from error
-    if sections["latent_diffusion"] is not None:
-        model.normalizes_latents = sections["latent_diffusion"].l2_normalize
     training, encoder = values.get("training") or {}, values.get("encoder")
     try:
         settings = _TrainingSettings(**training)

@@ -118,7 +118,8 @@ class BaseTransformer(nn.Module):
     Attributes:
         latent_mean, latent_std: Buffers with the scaling of the training latents. They are saved
             with the weights: without them samples cannot be unscaled. [D]
-        normalizes_latents: Whether it was trained with latent_diffusion.l2_normalize.
+        normalizes_latents: Whether `scale_latents` divides latents by their norm before
+            (`normalize_latents`).
 
     Raises:
         UserError: one of those is missing or out of range.
@@ -170,6 +171,12 @@ class BaseTransformer(nn.Module):
                 f"{float(mean[at])} and {float(std[at])} in dimension {at}",
                 "copy the model again from its source, or convert the checkpoint again",
             )
+
+    def normalize_latents(self) -> None:
+        """From now on divide latents by their norm before they are scaled, as training with
+        latent_diffusion.l2_normalize does itself.
+        """
+        self.normalizes_latents = True
 
     def scale_latents(self, raw: Tensor) -> Tensor:
         """Encoder's latents [..., D] -> model space, fp32."""

@@ -58,7 +58,7 @@ class RunRecord:
         samples: Samples of at most MOST_SAMPLED evaluations, the last among them, by step.
         num_events: Number of events of each kind.
         events: The last MOST_EVENTS events, oldest first.
-        resumed, rolled_back: Steps at which it was resumed, and from which it was rolled back.
+        resumed, rolled_back: Steps at which it was resumed, and to which it was rolled back.
         config: `section.key` -> value; empty without config.yaml.
         environment: (name, value) from the receipt of its preflight; empty without one.
         checkpoints: (step, engine, ranks, bytes) of each checkpoint.

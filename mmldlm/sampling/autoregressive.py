@@ -42,13 +42,13 @@ class WrittenTexts:
     passes: Tensor
 
 
-def without_pad(model: PlainTransformer, logits: Tensor) -> Tensor:
-    """Logits [C, V] with -inf for [PAD], which the model never saw."""
+def without_pad(model: PlainTransformer, scores: Tensor) -> Tensor:
+    """Logits or log-probabilities [C, V] with -inf for [PAD], which the model never saw."""
     config = model.config
     if config.pad_token_id == config.eos_token_id:
-        return logits
-    return logits.index_fill(
-        1, torch.tensor([config.pad_token_id], device=logits.device), float("-inf")
+        return scores
+    return scores.index_fill(
+        1, torch.tensor([config.pad_token_id], device=scores.device), float("-inf")
     )
 
 
@@ -130,11 +130,11 @@ class _Beams:
         self.best_tokens = torch.full((batch, limit), eos, device=device)
         self.lengths = torch.full((batch,), limit, device=device)
 
-    def advance(self, logits: Tensor, step: int) -> tuple[Tensor, Tensor]:
-        """Extend the beams by logits [T * W, V]; return the row of each new beam in T * W, and its
-        token [T * W].
+    def advance(self, log_probs: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Extend the beams by log-probabilities [T * W, V] fp64 of the next token; return the row
+        of each new beam in T * W, and its token [T * W].
         """
-        log_probs = logits.double().log_softmax(-1).unflatten(0, (-1, self.beams))
+        log_probs = log_probs.unflatten(0, (-1, self.beams))
         if step + 1 == self.limit:
             only = torch.full_like(log_probs, float("-inf"))
             only[..., self.eos] = log_probs[..., self.eos]
@@ -205,7 +205,9 @@ def search(model: PlainTransformer, cache: TextCache, beams: int, exponent: floa
         logits = next_logits(model, cache, last)
         num_rows += cache.batch
         check_finite(logits.amax(-1))
-        parents, last = state.advance(without_pad(model, logits), step)
+        # [PAD] keeps its share, as in `draw_texts`: the scores of both are compared.
+        log_probs = without_pad(model, logits.double().log_softmax(-1))
+        parents, last = state.advance(log_probs, step)
         going = state.may_improve()
         passes[state.rows[going]] = step + 2
         num_active = int(going.sum())

@@ -116,9 +116,7 @@ def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float, top_p: floa
         rows = slice(start, start + _MAX_ROWS)
         probability = (logits[rows].double() / temperature).softmax(-1)
         if top_p < 1.0:
-            ordered, indices = probability.sort(dim=-1, descending=True)
-            ordered[ordered.cumsum(-1) - ordered >= top_p] = 0.0
-            probability = torch.zeros_like(probability).scatter_(-1, indices, ordered)
+            probability = probability.masked_fill(outside_nucleus(probability, top_p), 0.0)
         cumulative = probability.cumsum(-1)
         total = cumulative[:, -1]
         check_finite(total)
@@ -129,6 +127,14 @@ def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float, top_p: floa
         )
         parts.append(torch.searchsorted(cumulative, point[:, None], right=True)[:, 0])
     return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64, device=logits.device)
+
+
+def outside_nucleus(probability: Tensor, top_p: float) -> Tensor:
+    """Return which tokens of [M, V] are not among the most probable that together reach top_p."""
+    ordered, indices = probability.sort(dim=-1, descending=True)
+    return torch.zeros_like(probability, dtype=torch.bool).scatter_(
+        -1, indices, ordered.cumsum(-1) - ordered >= top_p
+    )
 
 
 def top_log_probability(logits: Tensor) -> Tensor:

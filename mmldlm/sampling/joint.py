@@ -12,10 +12,14 @@ from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
 from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.sampling.decoding import (
-    predict_lengths,
+from mmldlm.sampling.decoding import predict_lengths
+from mmldlm.sampling.latents import (
+    LatentSolver,
+    check_finite_latents,
+    estimate_rule,
+    latent_shape,
+    raw_latents,
 )
-from mmldlm.sampling.latents import LatentSolver, estimate_rule, latent_shape, raw_latents
 from mmldlm.sampling.model import Model, device_of
 from mmldlm.sampling.records import Recorder, TextSamples, keeping_finished
 from mmldlm.sampling.settings import DrawSettings
@@ -61,6 +65,7 @@ def sample_joint(
         from p(length).
 
     Raises:
+        MmldlmError: NaN predictions.
         SamplingInterrupted: an interrupt after the first batch.
     """
     device = device_of(model)
@@ -109,6 +114,7 @@ def sample_joint(
                     progress(done, num_samples * steps)
             for row, text in zip(rows, state.texts()):
                 texts[row] = text
+            check_finite_latents(z)
             latents[index] = raw_latents(model, z, clamp)
             finished += rows
     return result

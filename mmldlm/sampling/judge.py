@@ -27,6 +27,12 @@ def cosines(embedded: np.ndarray, latents: np.ndarray) -> np.ndarray:
     return values.reshape(len(values), -1).mean(-1)
 
 
+def strings_of(tokenizer: Any, texts: Sequence[Ids]) -> list[str]:
+    """Return ids as strings, without special tokens and white space at the ends."""
+    decoded = tokenizer.batch_decode(list(texts), skip_special_tokens=True)
+    return [text.strip() for text in decoded]
+
+
 class Judge(ABC):
     """Embeds texts, and counts what that costs.
 
@@ -50,9 +56,7 @@ class Judge(ABC):
 
     def strings(self, texts: Sequence[Ids]) -> list[str]:
         """The texts as strings: two with the same string are the same text."""
-        return [
-            text.strip() for text in self._tokenizer.batch_decode(texts, skip_special_tokens=True)
-        ]
+        return strings_of(self._tokenizer, texts)
 
     def embed(self, texts: Sequence[Ids]) -> np.ndarray:
         """Embed texts of ids without EOS.

@@ -303,7 +303,7 @@ def sample_latents(
                 done += len(rows)
                 if progress is not None:
                     progress(done, count * steps)
-            _check_finite(z)
+            check_finite_latents(z)
             sampled = raw_latents(model, z, clamp)
             if unit:
                 sampled = sampled / sampled.norm(dim=-1, keepdim=True).clamp_min(1e-12)
@@ -312,7 +312,8 @@ def sample_latents(
     return latents
 
 
-def _check_finite(z: Tensor) -> None:
+def check_finite_latents(z: Tensor) -> None:
+    """Raise a MmldlmError for sampled latents with NaN or infinite values."""
     if not bool(torch.isfinite(z).all()):
         raise MmldlmError(
             "the model returned NaN or infinite latents: its weights are corrupt or its input out"

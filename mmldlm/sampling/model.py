@@ -38,6 +38,9 @@ class Model(Protocol):
     ) -> EncodedLatent:
         """Encode latents once for several calls; None: the null condition of `batch` samples."""
 
+    def normalize_latents(self) -> None:
+        """Make `scale_latents` divide latents by their norm before."""
+
     def scale_latents(self, raw: Tensor) -> Tensor:
         """Latents of the encoder's space in model space."""
 

@@ -16,7 +16,7 @@ from mmldlm.diffusion.gidd import self_correct
 from mmldlm.diffusion.process import DivergenceProcess
 from mmldlm.models.base import EncodedLatent, LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.sampling.decoding import DecodingState, check_finite, predict_lengths
+from mmldlm.sampling.decoding import DecodingState, check_finite, outside_nucleus, predict_lengths
 from mmldlm.sampling.model import Model, device_of
 from mmldlm.sampling.records import Recorder, TextSamples, keeping_finished, report_changes
 from mmldlm.utils.counter_rng import Stream, uniforms
@@ -108,11 +108,7 @@ def _shaped(logits: Tensor, temperature: float, top_p: float) -> Tensor:
         return logits.masked_fill(~best, float("-inf"))
     logits = logits / temperature
     if top_p < 1.0:
-        ordered, indices = logits.softmax(-1).sort(dim=-1, descending=True)
-        dropped = torch.zeros_like(logits, dtype=torch.bool).scatter_(
-            1, indices, ordered.cumsum(-1) - ordered >= top_p
-        )
-        logits = logits.masked_fill(dropped, float("-inf"))
+        logits = logits.masked_fill(outside_nucleus(logits.softmax(-1), top_p), float("-inf"))
     return logits
 
 

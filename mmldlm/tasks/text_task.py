@@ -421,6 +421,12 @@ class Pretrained:
     config_folder: Path | None = None
     vae: str | None = None
 
+    def __post_init__(self) -> None:
+        # The model's own section does not hold this key, whoever made the model: load_model, a
+        # run or an evaluation that needs an untrained one.
+        if self.latent_config is not None and self.latent_config.l2_normalize:
+            self.model.normalize_latents()
+
     @property
     def text_diffusion(self) -> MaskedDiffusion:
         """Masking process of the text, for tasks of masked diffusion."""

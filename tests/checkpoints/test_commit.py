@@ -377,6 +377,25 @@ def test_failure_while_publishing(tmp_path, monkeypatch, call):
     assert verify(find_latest_valid(tmp_path)) == []
 
 
+@pytest.mark.parametrize("first", [1, 2])
+def test_a_link_that_cannot_be_moved_leaves_a_complete_checkpoint(tmp_path, monkeypatch, first):
+    save(tmp_path, first, "old")
+
+    def fail(*args, **kwargs):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "replace", fail)
+    results = run_ranks(2, lambda peers: write_and_commit(begin(tmp_path, 2, peers), "new"))
+    monkeypatch.undo()
+    for error in results:
+        assert isinstance(error, CommitFailed)
+        assert "step 2 is complete in" in str(error) and "`latest`" in str(error)
+        assert "not saved" not in str(error) and "untouched" not in str(error)
+    found = find_latest_valid(tmp_path)
+    assert found.name == "step_00000002" and content_of(found) == "new" and verify(found) == []
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
 def test_failed_resave_puts_the_old_one_back(tmp_path, monkeypatch):
     save(tmp_path, 2, "old")
     original = os.rename

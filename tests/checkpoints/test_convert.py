@@ -282,6 +282,54 @@ def test_failed_write_leaves_nothing(zero_dir, tmp_path, monkeypatch):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
 
 
+@pytest.fixture
+def old_conversion(zero_dir, tmp_path):
+    """A conversion at tmp_path / "out", and its bytes."""
+    convert(zero_dir / "z2_bf16", tmp_path / "out")
+    return (tmp_path / "out" / "model.safetensors").read_bytes()
+
+
+def test_a_failed_exchange_puts_the_old_output_back(
+    zero_dir, tmp_path, monkeypatch, old_conversion
+):
+    rename = os.rename
+
+    def failing(source, target):
+        if str(source).endswith(".partial"):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(MmldlmError, match="Input/output error"):
+        convert(zero_dir / "z2_later", tmp_path / "out", force=True)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == old_conversion
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_an_output_of_a_killed_exchange_is_put_back(zero_dir, tmp_path, old_conversion):
+    out = tmp_path / "out"
+    os.rename(out, tmp_path / "out.replaced")
+    with pytest.raises(UserError, match="--force"):
+        convert(zero_dir / "z2_later", out)
+    assert (out / "model.safetensors").read_bytes() == old_conversion
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["out"]
+
+
+def test_an_old_output_that_cannot_be_deleted_is_no_failure(
+    zero_dir, tmp_path, monkeypatch, old_conversion
+):
+    rmtree = shutil.rmtree
+
+    def failing(path, ignore_errors=False, **more):
+        if (tmp_path / "out.replaced").exists() and not ignore_errors:
+            raise OSError(39, "Directory not empty")
+        rmtree(path, ignore_errors=ignore_errors, **more)
+
+    monkeypatch.setattr(shutil, "rmtree", failing)
+    convert(zero_dir / "z2_later", tmp_path / "out", force=True)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() != old_conversion
+
+
 def test_no_space(zero_dir, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(output_folder.shutil, "disk_usage", lambda path: usage._replace(free=100))

@@ -554,6 +554,8 @@ def test_dry_run_tells_the_files_and_reads_the_moments(zero_copy, tmp_path, caps
         ("--to", "ddp", "--world", "2"),
         ("--world", "2"),
         ("--to", "zero3", "--world", "0"),
+        ("--to", "zero2", "--sub-group-size", "1000"),
+        ("--sub-group-size", "1000"),
     ],
 )
 def test_options_that_a_target_does_not_heed(zero_dir, tmp_path, words):

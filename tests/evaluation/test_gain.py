@@ -202,6 +202,23 @@ def test_only_trained_directions_are_evaluated(pretrained, store):
     report.show()
 
 
+def test_a_model_trained_in_neither_direction_is_refused_before_the_work(pretrained, store):
+    pretrained.mode_weights = {"unconditional": 1.0, "l2t": 0, "t2l": 0}
+    with pytest.raises(UserError, match="(?s)mode l2t.*trained only in unconditional"):
+        evaluate(pretrained, store, log=lambda line: pytest.fail("refused too late"))
+
+
+def test_controls_scale_latents_as_the_model_does(pretrained):
+    config = pretrained.latent_config.model_copy(
+        update={"l2_normalize": True, "scaling": "sqrt_d"}
+    )
+    arm = replace(pretrained, latent_config=config)
+    fresh = untrained_control(arm.model, 0, random_gates=False)
+    raw = 3 * torch.randn(4, arm.model.config.latent_dim)
+    for model in (arm.model, fresh):
+        torch.testing.assert_close(model.scale_latents(raw), model.scale_latents(2 * raw))
+
+
 def test_stores_that_do_not_fit_are_refused(pretrained, make, tmp_path, store):
     with pytest.raises(UserError, match="41 requested, 40 in"):
         choose_sentences(store, pretrained.model, 41, 0)

@@ -95,6 +95,20 @@ def test_the_right_image_scores_better_than_that_of_another_caption():
     assert abs(other["image_cosine_gap"].value) < 0.15
 
 
+@pytest.mark.parametrize("patch", [1, 8])
+def test_patches_without_an_inside_or_a_neighbor_have_no_seams(patch):
+    images, partner = random_images(6), np.roll(np.arange(6), 1)
+    found = picture_estimates(images, partner, gallery(images), patch)
+    assert "pixel_mse" in found and not any(key.startswith("seam") for key in found)
+
+
+def test_constant_images_have_no_seams_to_compare():
+    images, partner = random_images(6), np.roll(np.arange(6), 1)
+    found = picture_estimates(np.full_like(images, 9), partner, gallery(images), 4)
+    assert found["seam_ratio"].value == 0 < found["seam_ratio_real"].value
+    assert "seam_ratio_over_real" not in found
+
+
 def test_the_nearest_training_image_is_found_over_blocks():
     train, images = random_images(50, seed=1), random_images(5, seed=2)
     images[3] = train[41]

@@ -83,6 +83,13 @@ def test_unusable_requests_are_refused():
         _gain_settings({"search": "local"}, SimpleNamespace(task=find_task("ar")))
 
 
+def test_a_sampler_beside_a_search_is_refused_as_in_sample(pretrained):
+    """Its own default penalty had become that of the search's candidates."""
+    with pytest.raises(UserError, match="--sampler with --search best_of, which"):
+        _gain_settings({"search": "best_of", "sampler": "ancestral"}, pretrained)
+    assert _gain_settings({"sampler": "ancestral"}, pretrained).presence_penalty == 0
+
+
 def test_the_judge_is_asked_no_more_than_it_says(pretrained, store, monkeypatch):
     asked = []
     embed = T2lJudge._embed

@@ -19,7 +19,7 @@ MASK, PAD, EOS = 0, 1, 2
 
 
 def make_model(
-    conditioning="prefix", vocab=30, limit=10, latent_dim=4, eos_bias=1.0
+    conditioning="prefix", vocab=30, limit=10, latent_dim=4, eos_bias=1.0, pad_bias=-100.0
 ) -> PlainTransformer:
     """A random model with sharp distributions, in which texts end at different lengths."""
     torch.manual_seed(3)
@@ -41,7 +41,7 @@ def make_model(
         for parameter in model.parameters():
             parameter.add_(0.15 * torch.randn_like(parameter))
         model.text_head.bias[EOS] += eos_bias
-        model.text_head.bias[PAD] = -100.0
+        model.text_head.bias[PAD] = pad_bias
     return model.eval()
 
 
@@ -138,6 +138,15 @@ def test_one_beam_is_greedy_and_more_never_score_less(latents):
         scores = [found.log_probs / found.lengths.double() ** exponent for found in (greedy, four)]
         assert bool((scores[1] >= scores[0] - 1e-9).all())
         assert float((scores[1] - scores[0]).max()) > 1e-3, "some text should gain by the search"
+
+
+def test_all_samplers_score_on_one_scale_whatever_pad_is_given(latents):
+    """Padding is never written, and its share of the probability is in no text's score."""
+    model = make_model(pad_bias=2.0)
+    for sampler in ("greedy", "ancestral", "beam", "beam_sum"):
+        found = write_texts(model, latents, sampler=sampler, seed=1)
+        assert not any(PAD in text for text in found.tokens)
+        assert torch.allclose(found.log_probs, -nll(model, found.tokens, latents), atol=1e-4)
 
 
 def test_a_beam_as_wide_as_the_language_finds_the_most_probable_text():

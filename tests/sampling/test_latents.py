@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mmldlm.diffusion import DecoupledProcess, GaussianProcess
+from mmldlm.diffusion import DecoupledProcess, GaussianProcess, MaskedDiffusion
 from mmldlm.errors import MmldlmError, UserError
+from mmldlm.sampling.joint import sample_joint
 from mmldlm.sampling.latents import LatentSolver, pad_texts, sample_latents, steps_given_text
 from mmldlm.utils.counter_rng import Stream, normals
 
@@ -183,8 +184,18 @@ def test_nan_is_an_error_and_nothing_is_put_in_its_place(toys):
         def prediction(self, tokens, z, t):
             return z * float("nan")
 
+    class Words(Broken):
+        def logits(self, tokens, latents, t, real):
+            return torch.zeros(*tokens.shape, self.config.vocab_size)
+
     with pytest.raises(MmldlmError, match="NaN"):
         sample_latents(Broken(), None, num_samples=2, diffusion=GaussianProcess(), steps=3)
+    processes = {
+        "text_diffusion": MaskedDiffusion(Broken().config.mask_token_id),
+        "latent_diffusion": GaussianProcess(),
+    }
+    with pytest.raises(MmldlmError, match="infinite latents"):
+        sample_joint(Words(), 2, steps=3, **processes)
 
 
 def test_heun_belongs_to_rectified_flow(toys):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -74,6 +75,23 @@ def test_a_causal_model_and_a_task_of_ones_own_are_not_sampled():
 
     for task in (find_task("ar"), object()):
         assert sample_validation(task, None, None, 4) == []
+
+
+def test_samples_read_latents_as_training_scales_them(store, tmp_path):
+    """latent_diffusion.l2_normalize is no part of the model's own config."""
+    from mmldlm.inference.validation_samples import _running
+    from mmldlm.sampling.led_model import LedModel
+    from mmldlm.tasks.registry import find_task, load_config
+
+    more = ["latent_diffusion.l2_normalize=true", "latent_diffusion.scaling=sqrt_d"]
+    task = find_task("translation")
+    data = task.open_data(load_config("tiny", None, train_words(store, tmp_path, "n", *more)[2:]))
+    engine = SimpleNamespace(model=task.build_model(data))
+    pretrained = _running(task, data, LedModel(engine), task.model_config(data))
+    raw = 3 * data.validation.get(np.arange(4)).latents.astype(np.float32)
+    scaled = pretrained.model.scale_latents(torch.from_numpy(raw))
+    expected = task.collator(data)._scaled(raw)
+    np.testing.assert_allclose(scaled.numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_hundred_steps_and_their_text_are_those_of_the_checkpoint(store, tmp_path, capsys):
