@@ -85,6 +85,14 @@ REMOVED = {
     "training.t2l_pure_noise": RemovedKey(0.0),
 }
 """Key of a task of ours -> what it was."""
+UNREAD = {
+    "text_diffusion.eps": ("schedule", "loglinear"),
+    "text_diffusion.min_timestep": ("masking", "bernoulli"),
+    "latent_diffusion.min_snr_gamma": ("weighting", "min_snr"),
+    "loss.normalize_eps": ("latent_loss", "normalized_mse"),
+}
+"""Key that an earlier release took where nothing read it -> the key of its section and the value
+with which it is read."""
 REMOVED_VALUES = {
     # `gidd` still has the value.
     "loss.text_weighting": {
@@ -162,6 +170,11 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
         keys = renamed.get(section)
         if isinstance(keys, dict) and isinstance(keys.get(name), str):
             keys[name] = words.get(keys[name], keys[name])
+    for key, (reader, value) in UNREAD.items():
+        section, _, name = key.partition(".")
+        keys = renamed.get(section)
+        if isinstance(keys, dict) and keys.get(reader, value) != value:
+            keys.pop(name, None)
     return renamed
 
 

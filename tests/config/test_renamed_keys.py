@@ -5,6 +5,7 @@ in stored files.
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 
@@ -14,6 +15,7 @@ from mmldlm.config.renamed_keys import (
     PRESETS,
     REMOVED,
     REMOVED_VALUES,
+    UNREAD,
     VALUES,
     model_config_with_new_names,
     with_new_names,
@@ -83,6 +85,21 @@ def test_a_removed_key_names_its_page_and_its_default_loads(key):
     assert error.value.exit_code == 2 and (ROOT / REMOVED[key].page).is_file()
     stored = {"task": "translation", section: {name: REMOVED[key].default, "other": 1}}
     assert with_new_names(stored)[section] == {"other": 1}
+
+
+@pytest.mark.parametrize("key", UNREAD)
+def test_a_stored_value_that_nothing_read_is_the_default_now(key):
+    """Or checkpoints that were trained with it would not load any more."""
+    (section, name), (reader, value) = key.split("."), UNREAD[key]
+    field = TranslationConfig.model_fields[section].annotation.model_fields[reader]
+    others = set(get_args(field.annotation)) - {value}
+    assert others
+    for other in others:
+        stored = {"task": "translation", section: {name: 0.25, reader: other}}
+        assert with_new_names(stored)[section] == {reader: other}
+        assert model_config_with_new_names(stored)[section] == {reader: other}
+    stored = {section: {name: 0.25, reader: value}}
+    assert with_new_names(stored) == stored
 
 
 @pytest.mark.parametrize("key", REMOVED_VALUES)
