@@ -9,9 +9,9 @@ from mmldlm.data.loader import MicroBatches, iterate_steps
 from mmldlm.data.store import Rows
 from mmldlm.diffusion.timesteps import low_discrepancy
 from mmldlm.errors import UserError
-from mmldlm.tasks.collation import counter_generator
 from mmldlm.tasks.registry import build_config
 from mmldlm.tasks.translation.noiser import L2T, T2L, UNCONDITIONAL, Noiser
+from mmldlm.utils.counter_rng import counter_generator
 
 MASK, PAD, EOS, DIM, SIZE = 3, 0, 2, 6, 101
 
