@@ -41,7 +41,7 @@ from torch import Tensor  # noqa: E402
 
 from mmldlm.diffusion import MaskedDiffusion  # noqa: E402
 from mmldlm.models import MultimodalMMDiT  # noqa: E402
-from mmldlm.models.linear_cross_entropy import ROW_ALIGNMENT  # noqa: E402
+from mmldlm.models.memory import ROW_ALIGNMENT  # noqa: E402
 from mmldlm.models.mmdit_config import ModelConfig  # noqa: E402
 from mmldlm.sampling.text import sample_text  # noqa: E402
 

@@ -72,19 +72,30 @@ class RemovedKey(NamedTuple):
 
     Attributes:
         default: Value that saved configs hold where the key was not used.
-        page: Page with the measurements for which it went.
+        reason: Why it went.
+        was_read: Whether it did anything; else no value of it does either.
     """
 
     default: Any
-    page: str = "docs/results/options.md"
+    reason: str = "with its measurements in docs/results/options.md"
+    was_read: bool = True
 
 
 REMOVED = {
     "model.quality_head": RemovedKey(False),
     "loss.quality_loss_weight": RemovedKey(None),
     "training.t2l_pure_noise": RemovedKey(0.0),
+    "tokenizer.cache_dir": RemovedKey(None, "the store holds its tokenizer", was_read=False),
 }
 """Key of a task of ours -> what it was."""
+UNREAD = {
+    "text_diffusion.eps": ("schedule", "loglinear"),
+    "text_diffusion.min_timestep": ("masking", "bernoulli"),
+    "latent_diffusion.min_snr_gamma": ("weighting", "min_snr"),
+    "loss.normalize_eps": ("latent_loss", "normalized_mse"),
+}
+"""Key that an earlier release took where nothing read it -> the key of its section and the value
+with which it is read."""
 REMOVED_VALUES = {
     # `gidd` still has the value.
     "loss.text_weighting": {
@@ -114,7 +125,7 @@ def without_unused_keys(values: dict[str, Any]) -> dict[str, Any]:
             elif isinstance(past, MovedKey):
                 is_unused = keys[name] in past.defaults
             else:
-                is_unused = keys[name] == past.default
+                is_unused = not past.was_read or keys[name] == past.default
             if is_unused:
                 del keys[name]
     return values
@@ -162,6 +173,11 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
         keys = renamed.get(section)
         if isinstance(keys, dict) and isinstance(keys.get(name), str):
             keys[name] = words.get(keys[name], keys[name])
+    for key, (reader, value) in UNREAD.items():
+        section, _, name = key.partition(".")
+        keys = renamed.get(section)
+        if isinstance(keys, dict) and keys.get(reader, value) != value:
+            keys.pop(name, None)
     return renamed
 
 
@@ -185,7 +201,7 @@ def model_config_with_new_names(values: dict[str, Any]) -> dict[str, Any]:
 def hint_for_renamed_key(key: str) -> str:
     """Return " (now NEW)" for an old key, where a removed one is explained, "" for any other."""
     if key in REMOVED:
-        return f" (removed, with its measurements in {REMOVED[key].page})"
+        return f" (removed, {REMOVED[key].reason})"
     if key in MOVED:
         return f" (now {'of ' if MOVED[key].is_read else ''}task={MOVED[key].task})"
     return f" (now {KEYS[key]})" if key in KEYS else ""

@@ -17,8 +17,6 @@ class TokenizerConfig(Section):
     name: Annotated[str | None, IsPath(or_name=True)] = None
     """Tokenizer the store was prepared with (a Hugging Face name or folder, `minilm`, or `train`).
     None: the store's own."""
-    cache_dir: Annotated[FilePath, OnResume.IGNORE] = None
-    """Folder in which Hugging Face keeps downloaded files."""
 
 
 class StoreDataConfig(DataConfig):

@@ -23,6 +23,7 @@ from mmldlm.data.images import from_patches, to_patches
 from mmldlm.data.manifest import MANIFEST, find_codec_problems
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of, write_json
+from mmldlm.utils.counter_rng import counter_generator
 from mmldlm.utils.json_files import read_json
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ _SHA256_OF = {"basis_sha256": BASIS, "codebook_sha256": CODEBOOK}
 _KEYS = ("size", "patch", "channels", "grid", "latents", "num_latents", "latent_dim")
 # Number of images that are decoded at once.
 _DECODED = 32
-# Last word of the counter; the other draws of the collators use 1 to 7.
+# Last counter word; those of the collators are in tasks/translation/noiser.py.
 _SHIFT_STREAM = 8
 
 
@@ -453,16 +454,15 @@ def draw_shifts(
 ) -> np.ndarray:
     """Draw shifts [B, 2] int64 (down, right) of at most max_shift pixels each way.
 
-    They are functions of (seed, epoch, sample, slot): the same on any number of ranks. Philox4x64
-    (Salmon et al., SC 2011), with the counter of the collators' other draws.
+    They are functions of (seed, epoch, sample, slot): the same on any number of ranks.
 
     Args:
         ids, slots: [B] samples, and their positions in the global batch.
     """
     draws = [
-        np.random.Generator(
-            np.random.Philox(key=[seed, epoch], counter=[0, sample, slot, _SHIFT_STREAM])
-        ).integers(-max_shift, max_shift, 2, endpoint=True)
+        counter_generator(seed, epoch, sample, slot, _SHIFT_STREAM).integers(
+            -max_shift, max_shift, 2, endpoint=True
+        )
         for sample, slot in zip(ids.tolist(), slots.tolist(), strict=True)
     ]
     return np.array(draws, np.int64).reshape(-1, 2)

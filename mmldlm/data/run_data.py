@@ -22,7 +22,7 @@ from mmldlm.data.config import StoreDataConfig
 from mmldlm.data.image_codec import max_image_norm
 from mmldlm.data.lengths import Lengths
 from mmldlm.data.mixture import MixedStore
-from mmldlm.data.store import Store, check_latents
+from mmldlm.data.store import TOKENIZER_FOLDER, Store, check_latents
 from mmldlm.errors import UserError
 
 # Rows whose latents are checked when a run opens a store; prepare and verify-data check all of
@@ -179,8 +179,8 @@ class StoreData(RunData):
 
     def files_to_keep(self) -> dict[str, Path]:
         """The tokenizer's files."""
-        folder = self.train.root / "tokenizer"
-        return {f"tokenizer/{path.name}": path for path in sorted(folder.iterdir())}
+        folder = self.train.root / TOKENIZER_FOLDER
+        return {f"{TOKENIZER_FOLDER}/{path.name}": path for path in sorted(folder.iterdir())}
 
 
 # Kind of a store -> what else to do with it.

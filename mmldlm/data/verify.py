@@ -157,6 +157,9 @@ def cut_warnings(manifest: dict[str, Any]) -> list[str]:
 
 def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
     where, manifest, findings = store.root / store.split, store.manifest, SplitFindings()
+    if not len(store):
+        checks["shape"].append(f"{where}: no samples")
+        return findings
     for name, offsets in (("text", store.text_offsets), ("token", store.token_offsets)):
         if offsets[0] != 0 or (np.diff(offsets) < 0).any():
             checks["shape"].append(f"{where}/{name}_offsets.npy does not start at 0 and ascend")

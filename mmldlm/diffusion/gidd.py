@@ -11,8 +11,6 @@ from torch import Tensor
 
 from mmldlm.diffusion.categorical import draw
 
-WEIGHTINGS = ("elbo", "clip", "dynamic")
-
 
 class Marginals(NamedTuple):
     """Probabilities of q_t(z | x) in fp64: alpha on the token itself, mask on [MASK], uniform on
@@ -72,15 +70,6 @@ class GiddProcess:
         t = t.double()
         mass = self._uniform_mass(t)
         return Marginals((1 - t) / (1 + mass), t / (1 + mass), mass / (1 + mass))
-
-    def decay(self, t: Tensor) -> Tensor:
-        """-alpha'(t) / alpha(t) for 0 < t < 1: the mean over z of the NELBO's weight.
-
-        Same shape, fp64.
-        """
-        t = t.double()
-        mass = self._uniform_mass(t)
-        return 1 / (1 - t) + 0.5 * self.gamma * (1 - 2 * t) / (t * (1 - t)) * mass / (1 + mass)
 
     def corrupt(
         self, tokens: Tensor, t: Tensor, uniform: Tensor, noisable: Tensor

@@ -11,8 +11,7 @@ SCHEDULES = ("loglinear", "cosine", "polynomial")
 
 
 class MaskedDiffusion:
-    """A `TokenProcess`: q(x_t | x_0) keeps a token with probability alpha_t and replaces it by
-    [MASK] otherwise.
+    """q(x_t | x_0) keeps a token with probability alpha_t and replaces it by [MASK] otherwise.
 
     The continuous-time NELBO of a denoiser under SUBS is E_t[w(t) * sum over masked positions of
     -log p(x_0 | x_t)] with w(t) = -alpha'_t / (1 - alpha_t), which is exactly 1 / t for the
@@ -112,27 +111,3 @@ class MaskedDiffusion:
         alpha_t).
         """
         return (1 - self.alpha(s)) / (1 - self.alpha(t))
-
-    def reverse(
-        self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor
-    ) -> Tensor:
-        """One ancestral step from t to s < t: each masked token is drawn with probability 1 -
-        stay_masked.
-
-        Args:
-            tokens: State at t. [B, S] int64
-            logits: Logits of x_0, -inf for [MASK]. [B, S, V]
-            t: Current timestep. [B]
-            s: Next timestep. [B]
-            uniform: Numbers in [0, 1): which tokens are drawn, and their place in the CDF. [2, B,
-                S]
-
-        Returns:
-            tokens at s. [B, S]
-        """
-        cdf = logits.double().softmax(-1).cumsum(-1)
-        drawn = torch.searchsorted(
-            cdf, (uniform[1].double() * cdf[..., -1])[..., None], right=True
-        )[..., 0]
-        unmasked = (tokens == self.mask_token_id) & (uniform[0] >= self.stay_masked(t, s)[:, None])
-        return torch.where(unmasked, drawn.clamp_max(logits.shape[-1] - 1), tokens)

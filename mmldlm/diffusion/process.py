@@ -91,33 +91,6 @@ class LatentProcess(Protocol):
         ...
 
 
-class TokenProcess(Protocol):
-    """Discrete diffusion of tokens [B, S]; timesteps t [B] run from 0 (data) to 1 (noise)."""
-
-    def corrupt(
-        self, tokens: Tensor, t: Tensor, uniform: Tensor, maskable: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Noised tokens [B, S] and which positions the loss scores [B, S] bool; uniform [B, S] in
-        [0, 1).
-        """
-        ...
-
-    def loss_weights(self, t: Tensor) -> Tensor:
-        """Weights of the per-token NLL that make its expectation over t the NELBO.
-
-        Shape of t, fp64
-        """
-        ...
-
-    def reverse(
-        self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor
-    ) -> Tensor:
-        """Tokens at s < t drawn from tokens at t and logits [B, S, V]; uniform [2, B, S] in [0,
-        1).
-        """
-        ...
-
-
 class Divergence(Protocol):
     """Divergence d of M rows, which a NELBO weights: a NamedTuple of tensors.
 

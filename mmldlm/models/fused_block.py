@@ -45,8 +45,8 @@ class BlockWeights(NamedTuple):
         qkv: [T * 3 H, H].
         qk_norm: Scales of queries, then of keys; None without QK-RMSNorm. [T * 2 * head_dim]
         out: [T * H, H].
-        mlp_in: [T * 4 H, H].
-        mlp_out: [T * H, 4 H].
+        mlp_in: [T * M, H]; M is the MLP's width.
+        mlp_out: [T * H, M].
     """
 
     modulation: Tensor
@@ -87,7 +87,7 @@ class SavedTensors(NamedTuple):
         joint: Attention's input, the start of a graph of its own. [P, 3, heads, head_dim]
         mixed: Attention's output, the end of that graph. [P, H]
         attended: Result of `out`, after dropout, for the Q rows whose outputs are used. [Q, H]
-        inner: Result of `mlp_in`. [Q, 4 H]
+        inner: Result of `mlp_in`. [Q, M]
         outer: Result of `mlp_out`, after dropout. [Q, H]
     """
 

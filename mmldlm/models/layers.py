@@ -15,9 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from mmldlm.models.flops import FREQUENCIES
+
 # t in [0, 1] is stretched before the sinusoids: unscaled, t = 0 and t = 0.01 are 0.027 apart and
-# nearly all of the 256 dimensions are constant.
+# nearly all of the FREQUENCIES dimensions are constant.
 TIMESTEP_SCALE = 1000.0
+# Ratio of the longest period to the shortest, of a timestep's sinusoids and of rotary positions.
+MAX_PERIOD = 1e4
 # Added to the variance of layer norms, and to the mean square of queries and keys.
 NORM_EPS = QK_EPS = 1e-6
 # Tables that `cache_tensor` keeps of each function.
@@ -180,9 +184,10 @@ class Modulation(nn.Linear):
 
 
 @cache_tensor
-def _frequencies(count: int, max_period: float, device: torch.device) -> Tensor:
-    """[count] angles of t = 1, falling from TIMESTEP_SCALE by the factor max_period."""
-    step = -math.log(max_period) / count
+def _frequencies(device: torch.device) -> Tensor:
+    """[FREQUENCIES / 2] angles of t = 1, falling from TIMESTEP_SCALE by the factor MAX_PERIOD."""
+    count = FREQUENCIES // 2
+    step = -math.log(MAX_PERIOD) / count
     return TIMESTEP_SCALE * torch.exp(
         step * torch.arange(count, dtype=torch.float32, device=device)
     )
@@ -193,24 +198,19 @@ class TimestepEmbedding(nn.Module):
 
     Args:
         cond_dim: Width of the result.
-        frequency_dim: Number of sinusoids (even).
-        max_period: Longest period in units of 1000 t.
     """
 
-    def __init__(self, cond_dim: int, frequency_dim: int = 256, max_period: float = 1e4):
+    def __init__(self, cond_dim: int):
         super().__init__()
-        self.frequency_dim, self.max_period = frequency_dim, max_period
         self.mlp = nn.Sequential(
-            nn.Linear(frequency_dim, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim)
+            nn.Linear(FREQUENCIES, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim)
         )
 
     def sinusoids(self, t: Tensor) -> Tensor:
-        """[B] timesteps in [0, 1] -> [B, frequency_dim] in fp32 (bf16 holds only half of 1000
+        """[B] timesteps in [0, 1] -> [B, FREQUENCIES] in fp32 (bf16 holds only half of 1000
         distinct t).
         """
-        angles = t.float()[:, None] * _frequencies(
-            self.frequency_dim // 2, self.max_period, t.device
-        )
+        angles = t.float()[:, None] * _frequencies(t.device)
         return torch.cat([angles.cos(), angles.sin()], dim=-1)
 
     def forward(self, t: Tensor) -> Tensor:
@@ -218,10 +218,10 @@ class TimestepEmbedding(nn.Module):
         return self.mlp(self.sinusoids(t).to(next(self.mlp.parameters()).dtype))
 
 
-def rotary_table(length: int, head_dim: int, device: torch.device, theta: float = 1e4) -> Tensor:
+def rotary_table(length: int, head_dim: int, device: torch.device) -> Tensor:
     """cos and sin of RoPE (arXiv 2104.09864), [length, head_dim / 2, 2] in fp32; dimensions 2 d
     and 2 d + 1 turn together."""
-    inverse = theta ** (
+    inverse = MAX_PERIOD ** (
         -torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     )
     angles = torch.arange(length, dtype=torch.float32, device=device)[:, None] * inverse

@@ -9,17 +9,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.models.layers import product_dtype, without_autocast
-
-# Logits that exist at once: a GPU wants large products, on a CPU they are as fast in small ones
-# (fp32 elements; of low precision twice as many).
-CHUNK_ELEMENTS = {"cpu": 8 << 20, "cuda": 64 << 20}
-MIN_ROWS = 64
-# Rows whose softmax exists at once in fp32 next to low-precision logits on a CPU: few, so that it
-# stays in the cache.
-MIN_SHARED_ROWS = 64
-# Rows of logits start at multiples of this: unaligned rows of 30,522 take 1.4 times as long on
-# some CPUs (stores cross cache lines) and leave the aligned kernels on a GPU.
-ROW_ALIGNMENT = 64
+from mmldlm.models.memory import MIN_SHARED_ROWS, aligned, rows_of_a_chunk
 
 
 class Candidates(NamedTuple):
@@ -115,7 +105,7 @@ class _ChunkedHead:
         self.candidates = candidates
         self.nll = torch.empty(num_rows, dtype=exact, device=device)
         self.correct = torch.empty(num_rows, dtype=torch.bool, device=device)
-        width = _aligned(self.vocab_size)
+        width = aligned(self.vocab_size)
         self.logits = torch.empty(min(chunk_rows, num_rows), width, dtype=low, device=device)
         self.part_rows = MIN_SHARED_ROWS if device.type == "cpu" and low != exact else chunk_rows
         # The softmax is written over its logits if it has their dtype.
@@ -270,33 +260,6 @@ def _add(total: Tensor, part: Tensor, is_first: bool) -> None:
         total_rows.add_(part_rows)
 
 
-def _aligned(vocab_size: int) -> int:
-    return -(-vocab_size // ROW_ALIGNMENT) * ROW_ALIGNMENT
-
-
-def rows_of_a_chunk(vocab_size: int, device_type: str, low_bytes: int) -> int:
-    """Number of rows whose logits exist at once. low_bytes: size of an element in the compute
-    dtype.
-    """
-    elements = CHUNK_ELEMENTS.get(device_type, CHUNK_ELEMENTS["cuda"])
-    if device_type == "cpu" and low_bytes < 4:
-        elements *= 2
-    return max(elements // _aligned(vocab_size), MIN_ROWS)
-
-
-def logits_bytes(num_rows: int, vocab_size: int, device_type: str, low_bytes: int) -> int:
-    """Most bytes of logits and probabilities that exist at once; bounded for any number of rows.
-
-    low_bytes: size of an element in the compute dtype; below 4 the probabilities are a separate
-        fp32 tensor.
-    """
-    rows = min(rows_of_a_chunk(vocab_size, device_type, low_bytes), num_rows)
-    probs = (
-        0 if low_bytes >= 4 else 4 * (min(rows, MIN_SHARED_ROWS) if device_type == "cpu" else rows)
-    )
-    return _aligned(vocab_size) * (rows * low_bytes + probs)
-
-
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Logits of hidden [M, H] under a head of weight [V, H] and bias [V]: [M, V], in the compute
     dtype.
@@ -307,7 +270,7 @@ def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         return torch.addmm(bias, hidden, weight.t())
     low = product_dtype(hidden)
-    logits = hidden.new_empty(len(hidden), _aligned(len(weight)), dtype=low)[:, : len(weight)]
+    logits = hidden.new_empty(len(hidden), aligned(len(weight)), dtype=low)[:, : len(weight)]
     return torch.addmm(bias.to(low), hidden.to(low), weight.t().to(low), out=logits)
 
 

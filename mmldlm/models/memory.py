@@ -12,8 +12,16 @@ from mmldlm.models.mmdit_config import ModelConfig, recomputed_blocks
 from mmldlm.models.plain_config import PlainConfig
 from mmldlm.utils.validation import not_none
 
-# Of models/linear_cross_entropy.py; elements on a CPU, on a GPU.
-_CHUNK_ELEMENTS, _CHUNK_ROWS, _SHARE_ROWS, _ROW_ALIGNMENT = (8 << 20, 64 << 20), 64, 64, 64
+# Logits that exist at once (models/linear_cross_entropy.py): a GPU wants large products, on a CPU
+# they are as fast in small ones (fp32 elements; of low precision twice as many).
+CHUNK_ELEMENTS = {"cpu": 8 << 20, "cuda": 64 << 20}
+MIN_ROWS = 64
+# Rows whose softmax exists at once in fp32 next to low-precision logits on a CPU: few, so that it
+# stays in the cache.
+MIN_SHARED_ROWS = 64
+# Rows of logits start at multiples of this: unaligned rows of 30,522 take 1.4 times as long on
+# some CPUs (stores cross cache lines) and leave the aligned kernels on a GPU.
+ROW_ALIGNMENT = 64
 
 
 def mmdit_activation_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -> int:
@@ -79,7 +87,7 @@ def mmdit_block_bytes(model: ModelConfig, batch: int, length: int, dtype: str) -
 
 
 def regression_bytes(model: ModelConfig, batch: int, dtype: str) -> int:
-    """Bytes of `activation_bytes` that exist because latents are vectors that are predicted."""
+    """Bytes of `mmdit_activation_bytes` that exist because vectors of latents are predicted."""
     size = 4 if dtype == "fp32" else 2
     # Hidden layers of the vector that several latents are pooled into.
     pooled = size * 2 * (model.num_latents - 1) * model.cond_dim
@@ -159,13 +167,26 @@ def logits_bytes(
 
 
 def head_bytes(classes: int, scored: int, dtype: str, on_gpu: bool) -> int:
-    """Most bytes of logits over so many classes that exist at once when so many positions are
-    scored.
+    """Most bytes of logits and probabilities over so many classes that exist at once when so many
+    positions are scored; bounded for any number of them.
     """
     low = 4 if dtype == "fp32" else 2
-    wide = -(-classes // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
-    elements = _CHUNK_ELEMENTS[on_gpu] * (1 if on_gpu or low == 4 else 2)
-    scored = max(scored, 1)
-    rows = min(max(elements // wide, _CHUNK_ROWS), scored)
-    shares = 0 if low == 4 else 4 * (rows if on_gpu else min(rows, _SHARE_ROWS))
-    return wide * (rows * low + shares)
+    rows = min(rows_of_a_chunk(classes, "cuda" if on_gpu else "cpu", low), max(scored, 1))
+    # In low precision the probabilities are a separate fp32 tensor.
+    shares = 0 if low == 4 else 4 * (rows if on_gpu else min(rows, MIN_SHARED_ROWS))
+    return aligned(classes) * (rows * low + shares)
+
+
+def rows_of_a_chunk(vocab_size: int, device_type: str, low_bytes: int) -> int:
+    """Number of rows whose logits exist at once. low_bytes: size of an element in the compute
+    dtype.
+    """
+    elements = CHUNK_ELEMENTS.get(device_type, CHUNK_ELEMENTS["cuda"])
+    if device_type == "cpu" and low_bytes < 4:
+        elements *= 2
+    return max(elements // aligned(vocab_size), MIN_ROWS)
+
+
+def aligned(vocab_size: int) -> int:
+    """The width of a row of logits: a multiple of ROW_ALIGNMENT."""
+    return -(-vocab_size // ROW_ALIGNMENT) * ROW_ALIGNMENT

@@ -10,12 +10,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from mmldlm.models.layers import product_dtype
-from mmldlm.models.linear_cross_entropy import (
-    Candidates,
-    linear_cross_entropy,
-    linear_logits,
-    rows_of_a_chunk,
-)
+from mmldlm.models.linear_cross_entropy import Candidates, linear_cross_entropy, linear_logits
+from mmldlm.models.memory import rows_of_a_chunk
 
 LogitsFunction = Callable[[Tensor, slice], Tensor]
 """(fp32 logits [m, V] with -inf for [MASK], which of the M rows they are) -> [m, ...]."""

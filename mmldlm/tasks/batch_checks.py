@@ -35,13 +35,23 @@ class TextBatch(Protocol):
     text_targets: Tensor
 
 
-def range_problems(batch: TextBatch, vocab_size: int, timesteps: dict[str, Tensor]) -> list[str]:
-    """Return token ids outside of the vocabulary, timesteps outside [0, 1], and empty texts."""
+def range_problems(
+    batch: TextBatch, vocab_size: int, timesteps: dict[str, Tensor], extra_inputs: int = 0
+) -> list[str]:
+    """Return token ids outside of the vocabulary, timesteps outside [0, 1], and empty texts.
+
+    Args:
+        timesteps: Timesteps by the name of their field.
+        extra_inputs: Number of ids above the vocabulary that the model reads and does not predict.
+    """
     problems = []
-    for name, ids in (("text_tokens", batch.text_tokens), ("text_targets", batch.text_targets)):
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
+    for name, ids, count in (
+        ("text_tokens", batch.text_tokens, vocab_size + extra_inputs),
+        ("text_targets", batch.text_targets, vocab_size),
+    ):
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < count:
             problems.append(
-                f"{name} holds ids {int(ids.min())}..{int(ids.max())} outside 0..{vocab_size - 1}"
+                f"{name} holds ids {int(ids.min())}..{int(ids.max())} outside 0..{count - 1}"
             )
     for name, values in timesteps.items():
         if not bool(((values >= 0) & (values <= 1)).all()):

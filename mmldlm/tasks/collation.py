@@ -14,26 +14,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.data.batch_plan import GlobalBatch
+from mmldlm.data.batch_plan import GlobalBatch, permute
 from mmldlm.data.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
-from mmldlm.diffusion.timesteps import stretch
+from mmldlm.diffusion.timesteps import low_discrepancy, stretch
 from mmldlm.models.dropout import STEP, mix
 from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.tasks.initialization import token_counts
 from mmldlm.tasks.latent_data import LatentData
 from mmldlm.tasks.translation.config import TextDiffusionConfig
+from mmldlm.utils.counter_rng import counter_generator
 
 # Last counter words; every collator keeps its own streams apart from these.
 _DROPOUT_STREAM, _NOISE_STREAM = 5, 9
 NUM_SAMPLED_CANDIDATES = 1024
-
-
-def counter_generator(seed: int, epoch: int, *counter: int) -> np.random.Generator:
-    """Return the generator of one counter: Philox4x64 (Salmon et al., SC 2011), low counter word
-    for the draws.
-    """
-    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, *counter]))
 
 
 class GlobalCounts:
@@ -64,6 +58,27 @@ class GlobalCounts:
         counts = count(batch, lengths)
         self._last = batch, lengths, counts
         return counts
+
+
+def slot_places(seed: int, batch: GlobalBatch, slots: np.ndarray, stream: int) -> np.ndarray:
+    """Return the places [B] of some slots in one of a global batch's permutations: of modes (0),
+    text (1) and latent (2) timesteps.
+
+    A place divided by the batch's size, plus the batch's offset, is a slot's uniform number: over
+    the batch they are evenly spread, and in an order that depends on no other draw.
+    """
+    # Placeholders lie past the end of the batch; any slot will do for them.
+    in_batch = np.minimum(slots, batch.size - 1)
+    key = batch.epoch * 1_000_003 + batch.index
+    return permute(in_batch, batch.size, seed * 3 + stream + 11, key)
+
+
+def slot_uniforms(
+    seed: int, batch: GlobalBatch, slots: np.ndarray, stream: int, offset: float
+) -> Tensor:
+    """Return the low-discrepancy uniforms [B] fp64 at `slot_places`."""
+    places = torch.from_numpy(slot_places(seed, batch, slots, stream))
+    return low_discrepancy(places, offset, batch.size)
 
 
 def dropout_keys(seed: int, epoch: int, ids: np.ndarray, slots: np.ndarray) -> Tensor:

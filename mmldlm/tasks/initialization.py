@@ -29,25 +29,20 @@ _STD = 0.02
 LEAST_SPELLED = 0.5
 
 
-def token_counts(data: LatentData) -> np.ndarray:
-    """Occurrences [V] of each token in the training split, EOS included, or in COUNTED_TEXTS texts
-    spread over it.
+def counted_texts(num_texts: int) -> np.ndarray:
+    """Rows of a split of so many texts in which tokens are counted: all, or COUNTED_TEXTS spread
+    over it.
     """
-    num_texts = len(data.train_lengths)
-    spread = np.unique(
-        np.linspace(0, num_texts - 1, min(num_texts, COUNTED_TEXTS)).astype(np.int64)
-    )
+    return np.unique(np.linspace(0, num_texts - 1, min(num_texts, COUNTED_TEXTS)).astype(np.int64))
+
+
+def token_counts(data: LatentData) -> np.ndarray:
+    """Occurrences [V] of each token in `counted_texts` of the training split, EOS included."""
+    spread = counted_texts(len(data.train_lengths))
     parts = data.train.of_one_size(spread) if isinstance(data.train, MixedStore) else [spread]
     tokens = [ids for part in parts for ids in data.train.get(part).tokens]
     counts = np.bincount(np.concatenate(tokens), minlength=data.config.model.vocab_size)
     counts[data.config.model.eos_token_id] += len(spread)
-    return counts
-
-
-def word_counts(data: LatentData) -> np.ndarray:
-    """`token_counts` of words: 0 for EOS, [PAD] and [MASK]. [V]"""
-    model, counts = data.config.model, token_counts(data)
-    counts[[model.eos_token_id, model.pad_token_id, model.mask_token_id]] = 0
     return counts
 
 

@@ -67,6 +67,13 @@ def generator(seed: int, stream: Stream) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=[seed, stream]))
 
 
+def counter_generator(seed: int, epoch: int, *counter: int) -> np.random.Generator:
+    """Return the generator of one counter of three words in an epoch; the low one is left to the
+    draws.
+    """
+    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, *counter]))
+
+
 def _generators(
     seed: int, stream: int, indices: Sequence[int], part: int = 0
 ) -> Iterator[np.random.Generator]:

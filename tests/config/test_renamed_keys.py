@@ -5,6 +5,7 @@ in stored files.
 from __future__ import annotations
 
 import json
+from typing import get_args
 
 import pytest
 
@@ -14,6 +15,7 @@ from mmldlm.config.renamed_keys import (
     PRESETS,
     REMOVED,
     REMOVED_VALUES,
+    UNREAD,
     VALUES,
     model_config_with_new_names,
     with_new_names,
@@ -73,16 +75,42 @@ def test_stored_configs_are_translated():
     }
 
 
-@pytest.mark.parametrize("key", REMOVED)
+@pytest.mark.parametrize("key", [key for key, removed in REMOVED.items() if removed.was_read])
 def test_a_removed_key_names_its_page_and_its_default_loads(key):
     section, _, name = key.partition(".")
+    page = REMOVED[key].reason.split()[-1]
     config = load_config("tiny", None, [f"{key}={json.dumps(REMOVED[key].default)}"])
     assert not hasattr(getattr(config, section), name) and key not in TODAY
-    with pytest.raises(UserError, match=f"{key} .removed(.|\n)*{REMOVED[key].page}") as error:
+    with pytest.raises(UserError, match=f"{key} .removed(.|\n)*{page}") as error:
         load_config("tiny", None, [f"{key}=0.5"])
-    assert error.value.exit_code == 2 and (ROOT / REMOVED[key].page).is_file()
+    assert error.value.exit_code == 2 and (ROOT / page).is_file()
     stored = {"task": "translation", section: {name: REMOVED[key].default, "other": 1}}
     assert with_new_names(stored)[section] == {"other": 1}
+
+
+@pytest.mark.parametrize("value", ["null", "/a/folder"])
+def test_a_removed_key_that_did_nothing_loads_with_any_value(value, tmp_path):
+    saved = tmp_path / "config.yaml"
+    saved.write_text(f"tokenizer:\n  name: minilm\n  cache_dir: {value}\n")
+    config = load_config("tiny", str(saved), [])
+    assert config.tokenizer.model_dump() == {"name": "minilm"}
+    stored = {"tokenizer": {"name": "minilm", "cache_dir": value}}
+    assert with_new_names(stored) == {"tokenizer": {"name": "minilm"}}
+
+
+@pytest.mark.parametrize("key", UNREAD)
+def test_a_stored_value_that_nothing_read_is_the_default_now(key):
+    """Or checkpoints that were trained with it would not load any more."""
+    (section, name), (reader, value) = key.split("."), UNREAD[key]
+    field = TranslationConfig.model_fields[section].annotation.model_fields[reader]
+    others = set(get_args(field.annotation)) - {value}
+    assert others
+    for other in others:
+        stored = {"task": "translation", section: {name: 0.25, reader: other}}
+        assert with_new_names(stored)[section] == {reader: other}
+        assert model_config_with_new_names(stored)[section] == {reader: other}
+    stored = {section: {name: 0.25, reader: value}}
+    assert with_new_names(stored) == stored
 
 
 @pytest.mark.parametrize("key", REMOVED_VALUES)

@@ -8,12 +8,14 @@ import shutil
 import numpy as np
 import pytest
 
+from mmldlm.cli import main
 from mmldlm.commands import verify_data
 from mmldlm.commands.verify_data import plot, write_sheet
 from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.store import Store
 from mmldlm.data.verify import ImageFindings, examine, examine_images, image_leaks, verify
-from mmldlm.utils.atomic_files import sha256_of
+from mmldlm.data.writers import StoreSplit
+from mmldlm.utils.atomic_files import list_files, sha256_of
 
 
 def _rewrite(root, name, change):
@@ -79,6 +81,23 @@ def test_verify_finds_what_checksums_cannot(made_store, store_copy):
         "in both train and validation",
     ):
         assert words in problems
+
+
+def test_a_split_without_samples_is_reported(made_store, tmp_path, capsys):
+    manifest = json.loads((made_store / MANIFEST).read_text())
+    shutil.copytree(made_store, tmp_path / "store")
+    shutil.rmtree(tmp_path / "store" / "validation")
+    split = StoreSplit(
+        tmp_path / "store", "validation", [manifest["latent_dim"]],
+        manifest["tokenizer"]["vocab_size"],
+    )  # fmt: skip
+    manifest["splits"]["validation"] = split.close()
+    (tmp_path / "store" / MANIFEST).unlink()
+    manifest["files"] = list_files(tmp_path / "store")
+    (tmp_path / "store" / MANIFEST).write_text(json.dumps(manifest))
+    assert main(["verify-data", str(tmp_path / "store"), "--plot", str(tmp_path / "a.png")]) == 1
+    assert "no samples" in capsys.readouterr().out
+    assert verify(tmp_path / "store") == [f"{tmp_path / 'store' / 'validation'}: no samples"]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Masked diffusion: NELBO weights, marginals, counted masks and the ancestral step."""
+"""Masked diffusion: NELBO weights, marginals and counted masks."""
 
 import math
 
@@ -151,30 +151,3 @@ def test_unmask_counts_are_binomial():
         assert abs(freed.mean() - LENGTH / steps) < 5 * freed.std() / math.sqrt(size) + 2e-2
         masked = left
     assert not masked.any()
-
-
-def test_ancestral_steps_draw_the_predicted_tokens():
-    """A fully masked state ends as independent draws from the predicted distribution."""
-    diffusion = MaskedDiffusion(MASK, eps=0.0)
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(VOCABULARY, generator=generator)
-    logits[MASK] = float("-inf")
-    tokens = torch.full((500, LENGTH), MASK)
-    times = torch.linspace(1, 0, 5).double()
-    for t, s in zip(times[:-1], times[1:], strict=True):
-        before, uniform = (
-            tokens,
-            torch.rand(2, *tokens.shape, dtype=torch.float64, generator=generator),
-        )
-        tokens = diffusion.reverse(
-            tokens,
-            logits.expand(*tokens.shape, -1),
-            t.expand(len(tokens)),
-            s.expand(len(tokens)),
-            uniform,
-        )
-        assert torch.equal(tokens[before != MASK], before[before != MASK])
-        masked = (tokens == MASK).double().mean()
-        assert abs(masked - s) < 0.02
-    found = torch.bincount(tokens.flatten(), minlength=VOCABULARY) / tokens.numel()
-    torch.testing.assert_close(found, logits.softmax(0), rtol=0, atol=0.01)

@@ -12,12 +12,8 @@ from _reference_steps import Ours, Shape
 from step import count_ops, saved_bytes
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mmldlm.models.linear_cross_entropy import (
-    ROW_ALIGNMENT,
-    linear_cross_entropy,
-    logits_bytes,
-    rows_of_a_chunk,
-)
+from mmldlm.models.linear_cross_entropy import linear_cross_entropy
+from mmldlm.models.memory import ROW_ALIGNMENT, head_bytes, rows_of_a_chunk
 
 SMALL = Shape("small", depth=2, width=64, length=24, batch=4, vocab=500, latent=32)
 
@@ -138,13 +134,14 @@ def test_the_heads_memory_does_not_grow_with_the_tokens():
 
 def test_a_chunk_is_bounded_on_every_device():
     for vocab in (500, 30_522, 250_000):
-        for low_bytes in (2, 4):
-            assert logits_bytes(10**6, vocab, "cpu", low_bytes) == logits_bytes(
-                2 * 10**6, vocab, "cpu", low_bytes
-            )
+        for dtype, low_bytes in (("bf16", 2), ("fp32", 4)):
+            for on_gpu in (False, True):
+                many, more = (head_bytes(vocab, n, dtype, on_gpu) for n in (10**6, 2 * 10**6))
+                assert many == more
             assert (
                 rows_of_a_chunk(vocab, "cuda", low_bytes)
                 >= rows_of_a_chunk(vocab, "cpu", low_bytes)
                 >= 64
             )
-    assert logits_bytes(10, 512, "cpu", 4) == 10 * 512 * 4 < logits_bytes(10, 513, "cpu", 4)
+    one, wider = (head_bytes(vocab, 10, "fp32", on_gpu=False) for vocab in (512, 513))
+    assert one == 10 * 512 * 4 < wider

@@ -14,9 +14,11 @@ from tests.support.plain_models import IDS, configured
 COUNT = """
 import sys
 from mmldlm.tasks.registry import find_task, load_config
-for task in ("translation", "ar"):
+OWN = {"image_codes": ["model.num_codes=8"]}
+for task in ("translation", "ar", "corrector", "image_codes"):
     names = ("vocab_size", "latent_dim", "pad_token_id", "eos_token_id", "mask_token_id")
     words = [f"task={task}", *(f"model.{name}={20 - index}" for index, name in enumerate(names))]
+    words += OWN.get(task, [])
     config = load_config(None, None, words)
     assert sum(find_task(config.task).parameter_counts(config).values()) > 1000
 print([name for name in ("torch._dynamo", "torch._inductor", "sympy") if name in sys.modules])

@@ -10,8 +10,7 @@ import torch
 from mmldlm.config.load import preset_names
 from mmldlm.engines.deepspeed_config import bucket_elements
 from mmldlm.engines.parameter_plan import ParameterPlan
-from mmldlm.models.linear_cross_entropy import logits_bytes
-from mmldlm.models.memory import mmdit_working_bytes
+from mmldlm.models.memory import head_bytes, mmdit_working_bytes
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.preflight.memory_model import BASE_GPU, PLANS, bytes_per_rank, state_bytes
 from mmldlm.tasks.corrector.model import Hypotheses
@@ -257,10 +256,8 @@ def test_activations(words, dtype):
 def test_logits(name, dtype):
     config = configured(name, f"training.dtype={dtype}")
     found, scored = model_sizes(config, 64), config.training.train_batch_size * 32
-    for device, key in (("cpu", "logits_cpu"), ("cuda", "logits_gpu")):
-        assert found[key] == logits_bytes(
-            scored, config.model.vocab_size, device, 4 if dtype == "fp32" else 2
-        )
+    for on_gpu, key in ((False, "logits_cpu"), (True, "logits_gpu")):
+        assert found[key] == head_bytes(config.model.vocab_size, scored, dtype, on_gpu)
 
 
 def test_logits_of_codes_count_where_they_are_more_than_those_of_the_text():
@@ -273,8 +270,8 @@ def test_logits_of_codes_count_where_they_are_more_than_those_of_the_text():
     )
     config = configured("tiny", *words)
     found, scored = model_sizes(config, 8), config.training.train_batch_size * 128
-    assert found["logits_cpu"] == logits_bytes(scored, 4096, "cpu", 4)
-    assert found["logits_gpu"] == logits_bytes(scored, 4096, "cuda", 4)
+    assert found["logits_cpu"] == head_bytes(4096, scored, "fp32", on_gpu=False)
+    assert found["logits_gpu"] == head_bytes(4096, scored, "fp32", on_gpu=True)
 
 
 def test_checkpointing_keeps_the_inputs_of_every_block_and_one_block_whole():

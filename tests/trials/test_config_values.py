@@ -270,7 +270,6 @@ PATH_KEYS = (
     "training.resume",
     "training.init_from",
     "data.hypotheses",
-    "tokenizer.cache_dir",
     "tokenizer.name",
 )
 

@@ -28,9 +28,10 @@ from mmldlm.tasks.baselines.shared import (
     TextCollator,
     forward_text,
 )
-from mmldlm.tasks.collation import CandidateSampler, candidates_of, counter_generator
+from mmldlm.tasks.collation import CandidateSampler, candidates_of
 from mmldlm.tasks.latent_data import LatentData
 from mmldlm.tasks.text_task import Pretrained, TextScores, scores_of_targets, sum_by_row
+from mmldlm.utils.counter_rng import counter_generator
 
 # Apart from the streams of the text collator.
 _CANDIDATE_STREAM = 3

@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmldlm.data.batch import Batch
-from mmldlm.data.batch_plan import GlobalBatch, permute
-from mmldlm.diffusion.timesteps import low_discrepancy
+from mmldlm.data.batch_plan import GlobalBatch
 from mmldlm.engines.base import Engine
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
@@ -31,17 +30,20 @@ from mmldlm.models.plain import PlainTransformer
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.base import Metric, ModelSizes
 from mmldlm.tasks.baselines.config import BaselineConfig
-from mmldlm.tasks.batch_checks import store_problems
-from mmldlm.tasks.collation import GlobalCounts, RowReader, counter_generator, dropout_keys
+from mmldlm.tasks.batch_checks import range_problems, store_problems
+from mmldlm.tasks.collation import GlobalCounts, RowReader, dropout_keys, slot_uniforms
 from mmldlm.tasks.initialization import set_first_weights
 from mmldlm.tasks.latent_data import LatentData, open_latent_data
 from mmldlm.tasks.text_task import TextTask
 from mmldlm.tasks.translation.parameter_plan import no_decay_names
 from mmldlm.tasks.validation import PassTotals, Validation
+from mmldlm.utils.counter_rng import counter_generator
 from mmldlm.utils.validation import not_none
 
-# Key words that keep the streams of one seed apart; dropout_keys has 5.
+# Last counter words, which keep the streams of one (seed, epoch) apart; dropout_keys has 5.
 _SAMPLE_STREAM, _BATCH_STREAM = 1, 2
+# Stream of `slot_places`.
+_TEXT_PLACES = 1
 STACKED = {"to_qkv": 3, "to_key_value": 2}
 """Linear layer -> number of matrices that its weight holds."""
 
@@ -212,25 +214,16 @@ class TextCollator(ABC):
             attention[row, :length] = True
             uniform[row, :length] = generator.random(length)
         dropout, independent = map(torch.from_numpy, draws)
+        offset = counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random()
         padded = PaddedTexts(
             tokens=torch.from_numpy(tokens),
             attention=torch.from_numpy(attention),
             real=torch.from_numpy(real),
             uniform=torch.from_numpy(uniform),
-            strata=self._strata(batch, slots),
+            strata=slot_uniforms(self.seed, batch, slots, _TEXT_PLACES, offset),
             own=independent,
         )
         return padded, dropout
-
-    def _strata(self, batch: GlobalBatch, slots: np.ndarray) -> Tensor:
-        offset = float(
-            counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random()
-        )
-        # Placeholders lie past the end of the batch; any slot will do for them.
-        in_batch = np.minimum(slots, batch.size - 1)
-        key = batch.epoch * 1_000_003 + batch.index
-        places = permute(in_batch, batch.size, self.seed * 3 + 12, key)
-        return low_discrepancy(torch.from_numpy(places), offset, batch.size)
 
 
 def _count(batch: GlobalBatch, lengths: np.ndarray) -> dict[str, int]:
@@ -453,15 +446,20 @@ class BaselineTask(TextTask):
         return "latent_tokens.null_", "latent_pooled.null_"
 
     def check_batch(self, data: LatentData, batch: BaselineBatch) -> list[str]:
-        """Return what is wrong with a micro-batch: its scored tokens or latents are not the
-        store's.
+        """Return what is wrong with a micro-batch: values out of range, scored tokens or latents
+        that are not the store's.
 
         A position that is not scored may hold a noised token.
         """
-        return store_problems(
-            batch,
-            data.train.get(batch.ids),
-            data.config.model.eos_token_id,
-            batch.latents,
-            lambda rows: [torch.from_numpy((rows - data.latent_mean) / data.latent_std)],
-        )
+        model, times = data.config.model, batch.text_timesteps
+        timesteps = {} if times is None else {"text_timesteps": times}
+        return [
+            *range_problems(batch, model.vocab_size, timesteps, model.extra_input_tokens),
+            *store_problems(
+                batch,
+                data.train.get(batch.ids),
+                model.eos_token_id,
+                batch.latents,
+                lambda rows: [torch.from_numpy((rows - data.latent_mean) / data.latent_std)],
+            ),
+        ]

@@ -105,11 +105,12 @@ class SplitHypotheses:
         """
         rows = self.row_of[ids]
         has_hypothesis = wanted & (rows >= 0)
-        stored = self.store.get(np.maximum(rows, 0))
-        reasons = {}
-        for row in np.flatnonzero(has_hypothesis).tolist():
-            text = stored.tokens[row]
-            if not np.isfinite(stored.latents[row]).all():
+        places = np.flatnonzero(has_hypothesis)
+        # No other rows: a split may have no hypothesis at all.
+        stored = self.store.get(rows[places])
+        tokens, reasons = np.full(shape, pad, np.int64), {}
+        for row, text, latent in zip(places.tolist(), stored.tokens, stored.latents, strict=True):
+            if not np.isfinite(latent).all():
                 reasons[row] = (
                     "non-finite values in the latent of its hypothesis, which is left out"
                 )
@@ -117,11 +118,10 @@ class SplitHypotheses:
                 reasons[row] = (
                     f"a token id of its hypothesis outside 0..{vocab_size - 1}, which is left out"
                 )
+            else:
+                words = [*text.tolist(), eos][: shape[1]]
+                tokens[row, : len(words)] = words
         has_hypothesis[list(reasons)] = False
-        tokens = np.full(shape, pad, np.int64)
-        for row in np.flatnonzero(has_hypothesis).tolist():
-            words = [*stored.tokens[row].tolist(), eos][: shape[1]]
-            tokens[row, : len(words)] = words
-        latents = np.zeros(stored.latents.shape, np.float32)
-        latents[has_hypothesis] = scale(stored.latents[has_hypothesis])
+        latents = np.zeros((len(ids), *stored.latents.shape[1:]), np.float32)
+        latents[has_hypothesis] = scale(stored.latents[has_hypothesis[places]])
         return (tokens, latents, has_hypothesis), reasons

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.models.base import EncodedLatent, LatentInputs, TextInputs
+from mmldlm.models.layers import random_parameter
 from mmldlm.models.mmdit import MultimodalMMDiT
 from mmldlm.models.packing import Packing, packed_values
 from mmldlm.tasks.corrector.config import CorrectorModelConfig
@@ -58,12 +59,8 @@ class HypothesisEncoder(nn.Module):
         self.to_factor = nn.Linear(cond_dim, hidden_size)
         self.to_product = nn.Linear(hidden_size, hidden_size)
         self.to_pooled = nn.Linear(cond_dim, cond_dim)
-        self.position = nn.Parameter(
-            torch.randn(num_latents * tokens_per_latent, hidden_size) * 0.02
-        )
-        self.null_tokens = nn.Parameter(
-            torch.randn(num_latents * tokens_per_latent, hidden_size) * 0.02
-        )
+        self.position = random_parameter(num_latents * tokens_per_latent, hidden_size)
+        self.null_tokens = random_parameter(num_latents * tokens_per_latent, hidden_size)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -76,7 +73,8 @@ class HypothesisEncoder(nn.Module):
         for layer in (self.to_text, self.to_product, self.to_pooled):
             nn.init.zeros_(layer.weight)
             nn.init.zeros_(layer.bias)
-        nn.init.eye_(self.to_text.weight)
+        # nn.init.eye_ would load torch's compiler on the meta device (`meta_device`).
+        self.to_text.weight.data.fill_diagonal_(1.0)
 
     def text_beside(
         self,

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from mmldlm.data.batch_plan import GlobalBatch
-from mmldlm.tasks.collation import counter_generator
 from mmldlm.tasks.corrector.config import CorrectorConfig
 from mmldlm.tasks.corrector.hypotheses import SplitHypotheses
 from mmldlm.tasks.corrector.model import Hypotheses
 from mmldlm.tasks.translation.noiser import L2T, Noiser, PaddedSamples, TranslationBatch
+from mmldlm.utils.counter_rng import counter_generator
 
 _HYPOTHESIS_STREAM = 7
 """Last counter word; those of other collators are in tasks/translation/noiser.py."""

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from mmldlm.tasks.text_task import TextTask
 
 SHARD = 512
-# Every WHOLE-th hypothesis is written whole, by candidates of a search (`best_of.candidate`) in
+# Every WHOLE-th hypothesis is written whole, by candidates of a search (`judges.candidate`) in
 # turn: greedy, greedy of the second length, draws at T = 0.5 and 0.7. Of the others a share of the
 # words, uniform in (0, 1], is written.
 WHOLE, CANDIDATES = 3, (0, 2, 4, 7)
@@ -93,7 +93,7 @@ def write_hypotheses(
 
     Raises:
         UserError: a model without mode l2t, of another store's tokenizer or encoder, or without
-            its encoder on this machine; a folder in use.
+            its encoder on this machine; no training text that it gets wrong; a folder in use.
         MmldlmError: NaN logits or embeddings.
     """
     queue = queue or TaskQueue()
@@ -297,6 +297,13 @@ class _Hypotheses:
                 writer.add(texts, tokens, shard["latents"], shard["rows"])
                 latent_statistics.add(shard["latents"])
             summaries[split] = writer.close()
+            if split == "train" and not summaries[split]["num_samples"]:
+                raise UserError(
+                    f"at least one training text of {store.root} that the model gets wrong",
+                    f"right or empty texts alone, of {self.counts[split]:,} samples",
+                    "write more of them (a larger --num-samples, or none), or use a checkpoint"
+                    " that needs a corrector",
+                )
             # The first split is the training split, whose statistics count.
             statistics = statistics or latent_statistics.result()
         shutil.copytree(store.root / TOKENIZER_FOLDER, folder / TOKENIZER_FOLDER)

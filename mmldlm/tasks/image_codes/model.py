@@ -11,7 +11,14 @@ from torch import Tensor, nn
 
 from mmldlm.errors import UserError
 from mmldlm.models.base import EncodedLatent, LatentInputs
-from mmldlm.models.layers import Modulation, apply_null_condition, embed_ids, modulate
+from mmldlm.models.layers import (
+    NORM_EPS,
+    Modulation,
+    apply_null_condition,
+    embed_ids,
+    modulate,
+    random_parameter,
+)
 from mmldlm.models.linear_cross_entropy import linear_cross_entropy
 from mmldlm.models.mmdit import MultimodalMMDiT, grid_positions
 from mmldlm.models.token_scores import TokenQuery, TokenScores
@@ -33,9 +40,9 @@ class CodeEncoder(nn.Module):
         self.to_pooled = nn.Sequential(
             nn.Linear(width, cond_dim), nn.SiLU(), nn.Linear(cond_dim, cond_dim)
         )
-        self.chunk_position = nn.Parameter(torch.randn(tokens_per_latent, hidden_size) * 0.02)
-        self.latent_position = nn.Parameter(torch.randn(num_latents, 1, hidden_size) * 0.02)
-        self.null_tokens = nn.Parameter(torch.randn(tokens_per_latent, hidden_size) * 0.02)
+        self.chunk_position = random_parameter(tokens_per_latent, hidden_size)
+        self.latent_position = random_parameter(num_latents, 1, hidden_size)
+        self.null_tokens = random_parameter(tokens_per_latent, hidden_size)
         self.null_pooled = nn.Parameter(torch.zeros(cond_dim))
         if config.latent_grid is not None:
             positions = grid_positions(*config.latent_grid, hidden_size)
@@ -84,9 +91,9 @@ class CodeHead(nn.Module):
         super().__init__()
         self.tokens_per_latent = config.tokens_per_latent
         width = config.tokens_per_latent * config.hidden_size
-        self.norm = nn.LayerNorm(config.hidden_size, elementwise_affine=False, eps=1e-6)
+        self.norm = nn.LayerNorm(config.hidden_size, elementwise_affine=False, eps=NORM_EPS)
         self.modulation = Modulation(config.cond_dim, config.hidden_size, ("shift", "scale"))
-        self.weight = nn.Parameter(torch.randn(config.num_codes, width) * 0.02)
+        self.weight = random_parameter(config.num_codes, width)
         self.bias = nn.Parameter(torch.zeros(config.num_codes))
 
     def forward(

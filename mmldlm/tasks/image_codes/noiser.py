@@ -13,9 +13,10 @@ from torch import Tensor
 from mmldlm.data.batch_plan import GlobalBatch
 from mmldlm.data.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
-from mmldlm.tasks.collation import RowReader, counter_generator
+from mmldlm.tasks.collation import RowReader
 from mmldlm.tasks.image_text.noiser import ImageNoiser
 from mmldlm.tasks.translation.noiser import L2T, PaddedSamples, TranslationBatch
+from mmldlm.utils.counter_rng import counter_generator
 
 # Last counter word; `noise_keys` has 9.
 _CODE_STREAM = 10

@@ -34,6 +34,24 @@ SCHEDULES_OF_PREDICTION = {
 }
 
 
+def _check_keys_are_read(section: Section, name: str, *rules: tuple[str, bool, str]) -> None:
+    """Check that keys which the section's others leave unread have their default, as every saved
+    config holds them.
+
+    Args:
+        rules: Key, whether it is read, and what it is read with.
+
+    Raises:
+        ValueError: the first that has another value.
+    """
+    for key, is_read, reader in rules:
+        value = getattr(section, key)
+        if value != type(section).model_fields[key].default and not is_read:
+            raise ValueError(
+                f"{name}.{key}={value} is read only with {reader}: drop it, or set that"
+            )
+
+
 class TextDiffusionConfig(Section):
     """Masked diffusion of text (MDLM, arXiv 2406.07524)."""
 
@@ -54,6 +72,16 @@ class TextDiffusionConfig(Section):
     """
     fully_masked_only: bool = False
     """Train at t = 1 only, as MM-LDLM did in l2t; harms every sampler with more than one step."""
+
+    @model_validator(mode="after")
+    def _every_key_is_read(self) -> TextDiffusionConfig:
+        _check_keys_are_read(
+            self,
+            "text_diffusion",
+            ("eps", self.schedule == "loglinear", "text_diffusion.schedule=loglinear"),
+            ("min_timestep", self.masking == "bernoulli", "text_diffusion.masking=bernoulli"),
+        )
+        return self
 
 
 class LatentDiffusionConfig(Section):
@@ -95,7 +123,7 @@ class LatentDiffusionConfig(Section):
     ddm_weight_cap: float = Field(100.0, ge=1, le=MAX_WEIGHT)
     """Largest weight of weighting=ddm_inverse, whose weights are infinite at t = 0 and t = 1."""
     min_timestep: float = Field(1e-3, gt=0, lt=0.5)
-    """Smallest timestep."""
+    """Smallest timestep before timestep_shift, which moves it too."""
     scaling: Annotated[Literal["standardize", "sqrt_d", "none"], OnResume.FIXED] = "standardize"
     """Per-dimension mean and std of the training data, a factor sqrt(D) for unit-norm latents, or
     raw latents.
@@ -136,11 +164,6 @@ class LatentDiffusionConfig(Section):
                 " latent_diffusion.schedule=decoupled, whose velocity is infinite at t = 0: choose"
                 " ddm, ddm_inverse, min_snr or unit"
             )
-        if self.ddm_weight_cap != 100.0 and self.weighting != "ddm_inverse":
-            raise ValueError(
-                f"latent_diffusion.ddm_weight_cap={self.ddm_weight_cap} is read only with "
-                f"latent_diffusion.weighting=ddm_inverse (it is {self.weighting})"
-            )
         if self.l2_normalize and self.scaling == "standardize":
             raise ValueError(
                 "latent_diffusion.l2_normalize does not go with"
@@ -156,17 +179,20 @@ class LatentDiffusionConfig(Section):
         on_the_straight_path = (
             "latent_diffusion.schedule=rectified_flow with latent_diffusion.weighting=velocity"
         )
-        for key, is_read, reader in (
+        is_capped = self.weighting == "ddm_inverse"
+        _check_keys_are_read(
+            self,
+            "latent_diffusion",
             ("logit_normal_mean", draws_normals, "latent_diffusion.timesteps=logit_normal"),
             ("logit_normal_std", draws_normals, "latent_diffusion.timesteps=logit_normal"),
             ("velocity_floor", weighs_velocity, on_the_straight_path),
-        ):
-            value = getattr(self, key)
-            if value != type(self).model_fields[key].default and not is_read:
-                raise ValueError(
-                    f"latent_diffusion.{key}={value} is read only with {reader}: drop it, or set"
-                    " that"
-                )
+            (
+                "min_snr_gamma",
+                self.weighting == "min_snr",
+                "latent_diffusion.weighting=min_snr",
+            ),
+            ("ddm_weight_cap", is_capped, "latent_diffusion.weighting=ddm_inverse"),
+        )
         return self
 
     def process(self) -> GaussianProcess:
@@ -230,6 +256,14 @@ class LossConfig(Section):
     """Permit normalized_mse with a noise or velocity target, which cannot learn the latent's
     scale.
     """
+
+    @model_validator(mode="after")
+    def _every_key_is_read(self) -> LossConfig:
+        is_normalized = self.latent_loss == "normalized_mse"
+        _check_keys_are_read(
+            self, "loss", ("normalize_eps", is_normalized, "loss.latent_loss=normalized_mse")
+        )
+        return self
 
     @model_validator(mode="after")
     def _uniform_weights_are_not_clipped(self) -> LossConfig:

@@ -14,22 +14,24 @@ import torch
 from torch import Tensor
 
 from mmldlm.data.batch import Batch
-from mmldlm.data.batch_plan import GlobalBatch, permute
+from mmldlm.data.batch_plan import GlobalBatch
 from mmldlm.data.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
-from mmldlm.diffusion.timesteps import logit_normal, low_discrepancy, shift, stretch
+from mmldlm.diffusion.timesteps import logit_normal, shift, stretch
 from mmldlm.tasks.collation import (
     CandidateSampler,
     GlobalCounts,
     RowReader,
-    counter_generator,
     dropout_keys,
     keyed_normals,
     mask_texts,
     noise_keys,
+    slot_places,
+    slot_uniforms,
 )
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
+from mmldlm.utils.counter_rng import counter_generator
 from mmldlm.utils.validation import not_none
 
 UNCONDITIONAL, L2T, T2L = range(3)
@@ -38,7 +40,7 @@ assert PURE_MODES == ("unconditional", "l2t", "t2l")
 # Noise of samples with more elements is drawn on the device; that of smaller ones stays the draws
 # it always was.
 MAX_HOST_NOISE = 16_384
-# Key words that keep the streams of one seed apart.
+# Last counter words, which keep the streams of one (seed, epoch) apart.
 _SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM, _OPTION_STREAM = 1, 2, 3, 4
 # Of others: dropout_keys 5, the corrector 7, shifts of images 8, noise_keys 9, ids of codes 10.
 
@@ -237,7 +239,7 @@ class Noiser:
 
     def _modes(self, batch: GlobalBatch, slots: np.ndarray) -> np.ndarray:
         """Return the modes [B] at some slots of a global batch."""
-        places, offset = self._places(batch, slots, 0), self._offsets(batch)[0]
+        places, offset = slot_places(self.seed, batch, slots, 0), self._offsets(batch)[0]
         uniform = np.remainder(places / batch.size + offset, 1.0)
         edges = self.mode_edges
         return np.minimum(np.searchsorted(edges, uniform * edges[-1], side="right"), 2)
@@ -246,26 +248,10 @@ class Noiser:
         """Return the offsets [3] of modes, text and latent timesteps in a global batch."""
         return counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random(3)
 
-    def _places(self, batch: GlobalBatch, slots: np.ndarray, stream: int) -> np.ndarray:
-        """Return the places [B] of some slots in one of a global batch's three permutations, of
-        modes, text and latent timesteps.
-
-        A place divided by the batch's size, plus the batch's offset, is a slot's uniform number:
-        over the batch they are evenly spread, and in an order that depends on no other draw.
-        """
-        key = batch.epoch * 1_000_003 + batch.index
-        return permute(slots, batch.size, self.seed * 3 + stream + 11, key)
-
     def _batch_draws(self, batch: GlobalBatch, slots: np.ndarray) -> BatchDraws:
-        # Placeholders lie past the end of the batch; any slot will do for them.
-        slots = np.minimum(slots, batch.size - 1)
         offsets = self._offsets(batch)
         text, latent = (
-            low_discrepancy(
-                torch.from_numpy(self._places(batch, slots, stream)),
-                float(offsets[stream]),
-                batch.size,
-            )
+            slot_uniforms(self.seed, batch, slots, stream, float(offsets[stream]))
             for stream in (1, 2)
         )
         return BatchDraws(self._modes(batch, slots), text, latent)

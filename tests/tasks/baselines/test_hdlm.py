@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 
@@ -30,6 +32,18 @@ def test_words_of_the_same_neighbors_have_the_same_vectors():
     unit = vectors / np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-9)
     assert unit[4] @ unit[5] == pytest.approx(1, abs=1e-6) and unit[4] @ unit[6] < 0.9
     assert not vectors[7].any() and not vectors[0].any()
+
+
+def test_the_scored_share_of_the_largest_gamma_is_a_number():
+    def share(gamma):
+        config = load_config("hdlm", None, [*TINY, f"text_diffusion.gamma={gamma}"])
+        return HdlmTask().scored_share(config)
+
+    assert share(1.0) == pytest.approx(0.5)
+    # Gautschi: the ratio is about 1 / sqrt(pi gamma).
+    assert [1 - share(gamma) for gamma in (1e3, 1e6)] == pytest.approx(
+        [(math.pi * gamma) ** -0.5 for gamma in (1e3, 1e6)], rel=1e-3
+    )
 
 
 def test_the_data_decides_the_clusters_and_the_same_seed_finds_the_same(store):

@@ -115,6 +115,17 @@ def test_a_damaged_hypothesis_is_left_out_and_named():
     assert reports[bad]["repaired"] and len(reports) == 2
 
 
+def test_a_split_without_hypotheses_gives_none():
+    rows, found = batches(share=1.0)
+    hypotheses = found.collator.hypotheses
+    hypotheses.store.tokens, hypotheses.store.latents = [], hypotheses.store.latents[:0]
+    hypotheses.row_of[:] = -1
+    batch = found[0]
+    assert not batch.hypotheses.given.any() and not batch.hypotheses.latents.any()
+    assert (batch.hypotheses.tokens == PAD).all() and not batch.bad
+    assert batch.hypotheses.latents.shape == batch.latents.shape
+
+
 def test_normalized_latents_have_normalized_hypotheses():
     rows = FakeStore()
     sections = {

@@ -125,6 +125,30 @@ def test_a_killed_run_goes_on_to_the_same_bytes(model, store, whole, tmp_path, m
     assert not (tmp_path / "out.work").exists()
 
 
+def test_a_model_that_gets_no_training_text_wrong_is_named(
+    model, store, tmp_path, monkeypatch, capsys
+):
+    shard = module._Hypotheses._shard
+
+    def without(self, split, first, *rest):
+        found = shard(self, split, first, *rest)
+        return {key: values[:0] for key, values in found.items()} if split in right else found
+
+    monkeypatch.setattr(module._Hypotheses, "_shard", without)
+    right = ["train"]
+    assert run(model, store, tmp_path / "out") == 2
+    assert "one training text" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    # Of validation texts none is needed: an evaluation then corrects nothing.
+    right = ["validation"]
+    assert run(model, store, tmp_path / "other") == 0
+    words = [f"data.latent_data_root={store}", f"data.hypotheses={tmp_path / 'other'}"]
+    data = open_data(load_config("tiny", None, [*words, "task=corrector"]))
+    arrays, _ = data.hypotheses[1].arrays(
+        np.arange(3), np.ones(3, bool), (3, 9), 0, 1, 600, lambda latents: latents
+    )
+    assert not any(values.any() for values in arrays)
+
+
 def test_two_ranks_write_what_one_writes(model, store, tmp_path):
     assert run(model, store, tmp_path / "one") == 0
     words = [

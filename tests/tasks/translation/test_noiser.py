@@ -9,9 +9,9 @@ from mmldlm.data.loader import MicroBatches, iterate_steps
 from mmldlm.data.store import Rows
 from mmldlm.diffusion.timesteps import low_discrepancy
 from mmldlm.errors import UserError
-from mmldlm.tasks.collation import counter_generator
 from mmldlm.tasks.registry import build_config
 from mmldlm.tasks.translation.noiser import L2T, T2L, UNCONDITIONAL, Noiser
+from mmldlm.utils.counter_rng import counter_generator
 
 MASK, PAD, EOS, DIM, SIZE = 3, 0, 2, 6, 101
 
@@ -376,20 +376,27 @@ def test_logit_normal_has_the_mean_and_spread_of_the_config():
 
 
 @pytest.mark.parametrize(
-    "latent",
+    ("section", "keys", "reader"),
     [
-        {"logit_normal_mean": 0.8},
-        {"logit_normal_std": 0.8},
-        {"velocity_floor": 0.05},
-        {
-            "velocity_floor": 0.05,
-            "weighting": "velocity",
-        },  # on the cosine path the weight is bounded by SNR + 1
+        ("latent_diffusion", {"logit_normal_mean": 0.8}, {"timesteps": "logit_normal"}),
+        ("latent_diffusion", {"logit_normal_std": 0.8}, {"timesteps": "logit_normal"}),
+        ("latent_diffusion", {"min_snr_gamma": 20}, {"weighting": "min_snr"}),
+        ("loss", {"normalize_eps": 1e-6}, {"latent_loss": "normalized_mse"}),
+        ("text_diffusion", {"min_timestep": 0.01}, {"masking": "bernoulli"}),
+        ("text_diffusion", {"eps": 0.01, "schedule": "cosine"}, {"schedule": "loglinear"}),
+        (
+            "latent_diffusion",
+            # On the cosine path the weight is bounded by SNR + 1.
+            {"velocity_floor": 0.05, "weighting": "velocity"},
+            {"schedule": "rectified_flow"},
+        ),
     ],
 )
-def test_keys_that_are_not_read_are_errors(latent):
-    with pytest.raises(UserError, match="is read only with"):
-        build_config({"latent_diffusion": latent})
+def test_keys_that_are_not_read_are_errors(section, keys, reader):
+    with pytest.raises(UserError, match=f"{section}.{next(iter(keys))}=.* is read only with"):
+        build_config({section: keys})
+    config = build_config({section: keys | reader})
+    assert build_config(config.model_dump()) == config
 
 
 def test_the_preset_of_jit_is_accepted():
