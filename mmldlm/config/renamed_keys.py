@@ -73,7 +73,7 @@ class RemovedKey(NamedTuple):
     Attributes:
         default: Value that saved configs hold where the key was not used.
         reason: Why it went.
-        was_read: Whether it did anything; else no value of it does either.
+        was_read: Whether it did anything; else a stored config may hold any value of it.
     """
 
     default: Any
@@ -125,7 +125,7 @@ def without_unused_keys(values: dict[str, Any]) -> dict[str, Any]:
             elif isinstance(past, MovedKey):
                 is_unused = keys[name] in past.defaults
             else:
-                is_unused = not past.was_read or keys[name] == past.default
+                is_unused = keys[name] == past.default
             if is_unused:
                 del keys[name]
     return values
@@ -173,10 +173,12 @@ def with_new_names(values: dict[str, Any]) -> dict[str, Any]:
         keys = renamed.get(section)
         if isinstance(keys, dict) and isinstance(keys.get(name), str):
             keys[name] = words.get(keys[name], keys[name])
-    for key, (reader, value) in UNREAD.items():
+    never_read = [key for key, past in REMOVED.items() if not past.was_read]
+    for key in (*UNREAD, *never_read):
         section, _, name = key.partition(".")
+        reader, value = UNREAD.get(key, (None, None))
         keys = renamed.get(section)
-        if isinstance(keys, dict) and keys.get(reader, value) != value:
+        if isinstance(keys, dict) and (reader is None or keys.get(reader, value) != value):
             keys.pop(name, None)
     return renamed
 

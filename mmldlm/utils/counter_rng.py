@@ -64,7 +64,7 @@ def candidate_seed(seed: int, candidate: int) -> int:
 
 def generator(seed: int, stream: Stream) -> np.random.Generator:
     """Return the generator of one stream."""
-    return np.random.Generator(np.random.Philox(key=[seed, stream]))
+    return np.random.Generator(np.random.Philox(key=_key(seed, stream)))
 
 
 def counter_generator(seed: int, epoch: int, *counter: int) -> np.random.Generator:
@@ -78,10 +78,17 @@ def _generators(
     seed: int, stream: int, indices: Sequence[int], part: int = 0
 ) -> Iterator[np.random.Generator]:
     # Philox4x64 (Salmon et al., SC 2011): the low counter word is left to the draws themselves.
+    key = _key(seed, stream)
     return (
-        np.random.Generator(np.random.Philox(key=[seed, stream], counter=[0, int(i), part, 0]))
+        np.random.Generator(np.random.Philox(key=key, counter=[0, int(i), part, 0]))
         for i in indices
     )
+
+
+def _key(seed: int, stream: int) -> np.ndarray:
+    # NumPy would make fp64 of a list with a seed above 2^63, as candidate_seed returns them: seeds
+    # that differ in the last 11 bits would be one.
+    return np.array([seed, stream], dtype=np.uint64)
 
 
 def uniforms(

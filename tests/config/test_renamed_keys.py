@@ -88,14 +88,16 @@ def test_a_removed_key_names_its_page_and_its_default_loads(key):
     assert with_new_names(stored)[section] == {"other": 1}
 
 
-@pytest.mark.parametrize("value", ["null", "/a/folder"])
-def test_a_removed_key_that_did_nothing_loads_with_any_value(value, tmp_path):
+def test_a_removed_key_that_did_nothing_is_stored_with_any_value(tmp_path):
+    for value in (None, "/a/folder"):
+        stored = {"tokenizer": {"name": "minilm", "cache_dir": value}}
+        assert with_new_names(stored) == {"tokenizer": {"name": "minilm"}}
     saved = tmp_path / "config.yaml"
-    saved.write_text(f"tokenizer:\n  name: minilm\n  cache_dir: {value}\n")
+    saved.write_text("tokenizer: {name: minilm, cache_dir: null}\n")
     config = load_config("tiny", str(saved), [])
     assert config.tokenizer.model_dump() == {"name": "minilm"}
-    stored = {"tokenizer": {"name": "minilm", "cache_dir": value}}
-    assert with_new_names(stored) == {"tokenizer": {"name": "minilm"}}
+    with pytest.raises(UserError, match="cache_dir .removed, the store holds its tokenizer"):
+        load_config("tiny", str(saved), ["tokenizer.cache_dir=/a/folder"])
 
 
 @pytest.mark.parametrize("key", UNREAD)
