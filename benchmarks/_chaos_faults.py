@@ -259,8 +259,11 @@ def _filled(folder: Path, room: int):
 
 
 def _fill_folder(training: Training, rng: random.Random, moment: str) -> Struck:
-    room = rng.choice((0, 2**20, 2**24))
-    struck = Struck(f"checkpoints, {room / 2**20:g} MiB left")
+    # Less than a checkpoint takes, whose size follows from the store's vocabulary.
+    files = (training.run_dir / "latest").resolve().rglob("*")
+    size = sum(path.stat().st_size for path in files if path.is_file())
+    room = rng.choice((0, 2**20, size // 2))
+    struck = Struck(f"checkpoints, {room / 2**20:.3g} MiB left")
     return _until_a_save_fails(training, struck, _filled(training.checkpoints, room))
 
 
