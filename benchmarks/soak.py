@@ -7,11 +7,13 @@ The tiny preset on two ranks under ZeRO-2 and under FSDP2 (20,000 steps each; --
 on rank 1 every 97 steps, which is skipped, a save every 250 steps in the background, an evaluation
 every 500, a moving average of the weights, layer statistics. After a tenth of the steps the run is
 stopped by SIGTERM and resumed, after a fifth a rank is killed and the run resumed; the rest, one
-life, is measured. Every 25 steps each rank notes its resident memory, open files, threads and CPU
-time.
+life, is measured. Every 25 steps each rank notes its resident memory, what malloc has given out of
+it, open files, threads and CPU time.
 
 - `rss_growth_mib_per_10k_steps`: slope of the resident memory over the measured life without its
-  first 5,000 steps (or third), Theil-Sen over medians of 250 steps, of the worst rank.
+  first 5,000 steps (or third), Theil-Sen over medians of 250 steps, of the worst rank. It swings
+  by a few MiB with the pages that malloc has touched and not given back.
+- `heap_growth_mib_per_10k_steps`: the same of what malloc has given out, which a leak raises.
 - `open_files_growth`, `threads_growth`: last quarter of the life against its first, medians.
 - `step_time_drift`: CPU time of a step, last quarter against first, medians, of both ranks.
 - `monitor_growth_mib`: peak memory of `mmldlm monitor RUN --once` at the end, less that at a tenth
@@ -22,6 +24,7 @@ time.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import math
@@ -87,15 +90,36 @@ def rank_main(notes: str, every: int, nan_every: int, words: list[str]) -> None:
 
 
 def process_figures() -> dict[str, float]:
-    """Resident MiB, open files, threads and CPU seconds of this process."""
+    """Resident MiB, MiB of malloc, open files, threads and CPU seconds of this process."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return {
         "pid": os.getpid(),
         "rss": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        "heap": heap_in_use() / 2**20,
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "cpu": time.process_time(),
     }
+
+
+class _Mallinfo2(ctypes.Structure):
+    """mallinfo(3), of glibc 2.33 and later."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
+            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
+        )
+    ]
+
+
+def heap_in_use() -> int:
+    """Bytes that malloc has given out, in its arenas and as mappings of their own."""
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = _Mallinfo2
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd
 
 
 class Soak:
@@ -137,7 +161,8 @@ class Soak:
             Path(self.args.notes).mkdir(parents=True, exist_ok=True)
             (Path(self.args.notes) / f"{self.engine}.json").write_text(json.dumps(ranks))
         return {
-            "rss_growth_mib_per_10k_steps": max(1e4 * slope(settled(rank)) for rank in ranks),
+            "rss_growth_mib_per_10k_steps": max(1e4 * slope(settled(n, "rss")) for n in ranks),
+            "heap_growth_mib_per_10k_steps": max(1e4 * slope(settled(n, "heap")) for n in ranks),
             "open_files_growth": max(change(rank, "files") for rank in ranks),
             "threads_growth": max(change(rank, "threads") for rank in ranks),
             "step_time_drift": drift(ranks),
@@ -188,7 +213,7 @@ class Soak:
         return int(peak) / 1024
 
 
-def settled(notes: list[dict[str, float]]) -> list[tuple[float, float]]:
+def settled(notes: list[dict[str, float]], name: str) -> list[tuple[float, float]]:
     """(step, MiB) of a life without its beginning: medians of WINDOW notes."""
     first, last = notes[0]["step"], notes[-1]["step"]
     begin = first + min(SETTLED, (last - first) // 3)
@@ -196,7 +221,7 @@ def settled(notes: list[dict[str, float]]) -> list[tuple[float, float]]:
     size = min(WINDOW, max(len(kept) // 4, 1))
     parts = [kept[i : i + size] for i in range(0, len(kept) - size + 1, size)]
     return [
-        (median(note["step"] for note in part), median(note["rss"] for note in part))
+        (median(note["step"] for note in part), median(note[name] for note in part))
         for part in parts
     ]
 
@@ -253,6 +278,7 @@ def main() -> int:
 
     claims = [
         worst("rss_growth_mib_per_10k_steps", "<=", 1.0, measured=True),
+        worst("heap_growth_mib_per_10k_steps", "<=", 1.0, measured=True),
         worst("step_time_drift", "<=", 0.03, measured=True),
         worst("open_files_growth", "==", 0, measured=False),
         worst("threads_growth", "==", 0, measured=False),
