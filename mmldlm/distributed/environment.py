@@ -273,13 +273,12 @@ def _tasks_on_this_node() -> int | None:
     """Return the number of this step's tasks on this node, from Slurm's list for all nodes, in
     which "4(x2),3" is 4, 4 and 3; None where there is none.
     """
-    node = os.environ.get("SLURM_NODEID", "")
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-        groups = re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", os.environ.get(name, ""))
-        counts = [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
-        if node.isdigit() and int(node) < len(counts):
-            return counts[int(node)]
-    return None
+    node, listed = (
+        os.environ.get(f"SLURM_{name}", "") for name in ("NODEID", "STEP_TASKS_PER_NODE")
+    )
+    groups = re.findall(r"(\d+)(?:\(x(\d+)\))?(?:,|$)", listed)
+    counts = [int(tasks) for tasks, times in groups for _ in range(int(times or 1))]
+    return counts[int(node)] if node.isdigit() and int(node) < len(counts) else None
 
 
 def first_host(nodes: str) -> str:

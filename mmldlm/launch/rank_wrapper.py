@@ -27,6 +27,7 @@ if __package__ in (None, ""):
         str(Path(__file__).resolve().parents[2])
     ]
 
+from mmldlm.distributed.error_reporting import exit_without_teardown
 from mmldlm.distributed.failure_attribution import FAILED_RANKS_FD
 from mmldlm.launch import state_files
 from mmldlm.utils.environment import int_from_env
@@ -182,4 +183,5 @@ def _stream_log(child: subprocess.Popen, log: Path, to_screen: bool, last: deque
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # A thread that still reads must not be torn down: it may hold a lock of the output.
+    exit_without_teardown(main())

@@ -44,8 +44,9 @@ def train(session: Session) -> None:
         interrupted = not evaluate(session)
         session.enter_phase("save")
         # With the evaluation, for checkpoints.keep_best; and the next one need not evaluate again.
-        if not interrupted:
-            checkpointer.save()
+        # At once, for a run that is done has no step that waits for the writing.
+        if not interrupted and checkpointer.save():
+            checkpointer.finish_save()
 
     while state.step < session.num_steps and not interrupted:
         with session.phase("data"):

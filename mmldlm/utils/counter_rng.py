@@ -71,7 +71,7 @@ def counter_generator(seed: int, epoch: int, *counter: int) -> np.random.Generat
     """Return the generator of one counter of three words in an epoch; the low one is left to the
     draws.
     """
-    return np.random.Generator(np.random.Philox(key=[seed, epoch], counter=[0, *counter]))
+    return np.random.Generator(np.random.Philox(key=_key(seed, epoch), counter=[0, *counter]))
 
 
 def _generators(
@@ -85,10 +85,10 @@ def _generators(
     )
 
 
-def _key(seed: int, stream: int) -> np.ndarray:
+def _key(seed: int, second: int) -> np.ndarray:
     # NumPy would make fp64 of a list with a seed above 2^63, as candidate_seed returns them: seeds
     # that differ in the last 11 bits would be one.
-    return np.array([seed, stream], dtype=np.uint64)
+    return np.array([seed, second], dtype=np.uint64)
 
 
 def uniforms(

@@ -158,7 +158,9 @@ with _runs.RankServer({str(tmp_path / "ranks")!r}) as server:
     pid = int(process.stdout.readline())
     process.communicate()
     assert process.returncode == -9
+    deadline = time.monotonic() + 60
     while os.path.exists(f"/proc/{pid}"):
+        assert time.monotonic() < deadline, "its rank still runs"
         time.sleep(0.05)
     assert own.codes() == [None]
     own.kill(0)

@@ -39,6 +39,7 @@ def test_an_evaluation_is_left_at_the_next_batch_on_all_ranks(ended, name, steps
     assert ("without the last evaluation" in ends[0]["reason"]) == (name == "last")
     state = json.loads((folder / name / "latest" / "training_state.json").read_text())
     assert state["step"] == 6 and not state["evaluation_left"], "else each resume evaluates again"
+    assert list((folder / name / "checkpoints").glob(".partial*")) == []
 
 
 @pytest.mark.parametrize("name", ["middle", "last", "save", "search", "rollback"])

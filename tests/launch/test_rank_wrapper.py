@@ -52,13 +52,12 @@ def launched(tmp_path):
     assert state_files.state_folders(id) == []
 
 
-def test_what_the_script_leaves_running_hides_no_end(launched, monkeypatch):
+def test_what_the_script_leaves_running_hides_no_end(launched):
     """A daemon with the output of its script, as a tracker's service."""
     id, start = launched
     daemon = "import subprocess; subprocess.Popen(['sleep', '60']); print('ended', flush=True)"
     process = start(f"{daemon}; raise SystemExit(3)")
-    began = time.monotonic()
-    assert process.wait(timeout=40) == 3 and time.monotonic() - began < 40
+    assert process.wait(timeout=40) == 3
     (state,) = states(id, until=lambda found: found[0]["exit"] is not None)
     assert (state["exit"], state["last"]) == (3, ["ended"])
 

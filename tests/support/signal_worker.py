@@ -104,7 +104,8 @@ def main() -> None:
         with planted:
             run(name)
         codes[f"batches after the signal: {name}"] = calls["forward"] - calls.get("at", -1000)
-        run(name, "training.resume=auto")
+        # What it saves in the background must be committed where no step follows.
+        run(name, "training.resume=auto", "checkpoints.async_save=true")
 
     # While a checkpoint is written: no further step.
     with before(checkpointer.Checkpointer, "save", lambda saver: signal_on((1,))):
