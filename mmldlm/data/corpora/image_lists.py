@@ -43,7 +43,8 @@ class ImageSample:
     """One image with one caption.
 
     Attributes:
-        image: Name of the image, which its samples share: a relative path, or what is drawn.
+        image: Name of the image, which its samples share: a relative path, or what is drawn. Of
+            an absolute path outside of the list's folder it is the name of the file alone.
         caption: Caption, with single spaces.
         group: Name of a group, whose samples count as hits of each other and stay in one split;
             None: of its own.
@@ -56,6 +57,11 @@ class ImageSample:
     group: str | None = None
     path: Path | None = None
     part: tuple[int, int] | None = None
+
+    @property
+    def origin(self) -> tuple[str, Path | None, tuple[int, int] | None]:
+        """What is read for it. Samples of one image share it; names of two images can be equal."""
+        return self.image, self.path, self.part
 
 
 @dataclass
@@ -103,13 +109,13 @@ class ImageCorpus:
             )
         return digest.hexdigest()
 
-    def files(self) -> dict[str, Path]:
-        """Return name -> file of everything that `read` opens."""
-        return {
-            sample.image if sample.part is None else sample.path.name: sample.path
+    def files(self) -> list[tuple[str, Path]]:
+        """Return the name and the file of everything that `read` opens."""
+        return [
+            (sample.image if sample.part is None else sample.path.name, sample.path)
             for sample in self.samples
             if sample.path is not None
-        }
+        ]
 
 
 def holds_images(name: str | os.PathLike) -> bool:
@@ -259,7 +265,11 @@ def _name(image: str, root: Path) -> str:
     """Return the name of an image in the manifest: relative, because paths of this machine mean
     nothing elsewhere.
     """
-    path, root = PurePosixPath(image), root.resolve()
+    path = PurePosixPath(image)
     if not path.is_absolute():
         return image
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+    # The list may name its folder as it was given, through a link, or as it lies on the disk.
+    for folder in (Path(os.path.abspath(root)), root.resolve()):
+        if path.is_relative_to(folder):
+            return path.relative_to(folder).as_posix()
+    return path.name

@@ -53,11 +53,11 @@ class ImageReport(CorpusReport):
     """Outcome of reading a corpus of images.
 
     Attributes:
-        unreadable: Name -> reason of images that could not be read.
+        unreadable: Name and reason of every image that could not be read.
         peaks: Largest value of each image of 16 bits that declares no range.
     """
 
-    unreadable: dict[str, str] = field(default_factory=dict)
+    unreadable: list[tuple[str, str]] = field(default_factory=list)
     peaks: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
     def details(self) -> dict[str, Any]:
@@ -67,10 +67,9 @@ class ImageReport(CorpusReport):
         if self.counts["truncated"]:
             entry["truncated"] = self.counts["truncated"]
         if self.unreadable:
-            entry["unreadable"] = dict(Counter(self.unreadable.values()))
+            entry["unreadable"] = dict(Counter(reason for _, reason in self.unreadable))
             entry["unreadable_images"] = [
-                f"{printable(name)}: {reason}"
-                for name, reason in list(self.unreadable.items())[:_MAX_NAMED]
+                f"{printable(name)}: {reason}" for name, reason in self.unreadable[:_MAX_NAMED]
             ]
         return entry
 
@@ -172,8 +171,8 @@ class ImageSource(Source):
             },
         }
 
-    def files(self) -> list[dict[str, Path]]:
-        return [corpus.files() for corpus in self.corpora.values()]
+    def files(self) -> list[tuple[str, Path]]:
+        return [file for corpus in self.corpora.values() for file in corpus.files()]
 
     def encoder_inputs(self, identities: FileIdentities) -> dict[str, str]:
         if self.vae is None:
@@ -197,11 +196,18 @@ class ImageSource(Source):
         for name, corpus in self.corpora.items():
             shards, counts = self.shards[name], Counter(corpus.counts)
             counts["drop_unreadable"] += len(shards.reasons) + len(corpus.unreadable)
-            unreadable = corpus.unreadable | {
-                corpus.samples[row].image: reason for row, reason in sorted(shards.reasons.items())
+            # An image with several captions is named once.
+            images = {
+                corpus.samples[row].origin: reason
+                for row, reason in sorted(shards.reasons.items())
             }
+            unreadable = [(image, reason) for (image, *_), reason in images.items()]
             self.reports[name] = ImageReport(
-                corpus.source, counts, corpus.left_out, unreadable, shards.peaks
+                corpus.source,
+                counts,
+                corpus.left_out,
+                [*corpus.unreadable.items(), *unreadable],
+                shards.peaks,
             )
         self._check_unreadable()
         self._has_read = True
@@ -226,7 +232,7 @@ class ImageSource(Source):
         total = sum(len(corpus.samples) for corpus in self.corpora.values())
         if num_bad <= most * total:
             return
-        named = [f"{n}: {reason}" for report in reports for n, reason in report.unreadable.items()]
+        named = [f"{n}: {reason}" for report in reports for n, reason in report.unreadable]
         raise UserError(
             f"at most {most:.2%} of {total:,} images that cannot be read",
             f"{num_bad:,}: {join_some(named, limit=5)}",
@@ -370,7 +376,7 @@ class ImageSource(Source):
         return [
             {"split": name, "image": printable(image), "reason": reason}
             for name, report in self.reports.items()
-            for image, reason in report.unreadable.items()
+            for image, reason in report.unreadable
         ]
 
     @property

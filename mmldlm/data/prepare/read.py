@@ -126,9 +126,9 @@ def read_images(
     corpus.peaks.clear()
     last, image_or_reason = None, None
     for row, sample in enumerate(samples):
-        if last is None or sample.image != last:
+        if sample.origin != last:
             # Several captions of one image follow each other; read the image once.
-            last, image_or_reason = sample.image, _read_image(corpus, sample)
+            last, image_or_reason = sample.origin, _read_image(corpus, sample)
         if isinstance(image_or_reason, str):
             reasons[row] = image_or_reason
         else:

@@ -84,8 +84,8 @@ class TextSource(Source):
             },
         }
 
-    def files(self) -> list[dict[str, Path]]:
-        return [corpus.files for corpus in self._all_corpora()]
+    def files(self) -> list[tuple[str, Path]]:
+        return [file for corpus in self._all_corpora() for file in corpus.files.items()]
 
     def versions(self) -> dict[str, str]:
         return {

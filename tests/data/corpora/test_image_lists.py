@@ -93,6 +93,17 @@ def test_bad_records_are_counted(tmp_path):
     assert counts == {"read": 6, "drop_bad_record": 3, "drop_no_caption": 1, "drop_not_unicode": 1}
 
 
+def test_absolute_paths_are_named_below_the_folder_even_through_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    paths = [tmp_path / "link" / "a" / "1.png", tmp_path / "real" / "b" / "1.png", "/else/1.png"]
+    lines = [json.dumps({"image": str(path), "caption": "x"}) for path in paths]
+    (tmp_path / "list.jsonl").write_text("\n".join(lines))
+    samples = list_jsonl(tmp_path / "list.jsonl", tmp_path / "link", Counter())
+    assert [sample.image for sample in samples] == ["a/1.png", "b/1.png", "1.png"]
+    assert [str(sample.path) for sample in samples] == list(map(str, paths))
+
+
 @pytest.mark.parametrize("content", ["{", '{"info": 1}', "3"])
 def test_another_json_is_refused(tmp_path, content):
     (tmp_path / "x.json").write_text(content)

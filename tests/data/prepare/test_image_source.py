@@ -120,6 +120,29 @@ def test_a_folder_of_class_names_is_split(tmp_path):
     assert len({int(group) for split in (train, validation) for group in split.groups}) == 39
 
 
+def test_images_of_one_file_name_in_several_folders_keep_their_pixels(tmp_path):
+    lines = []
+    for number in range(12):
+        path = tmp_path / "outside" / str(number) / "image.png"
+        path.parent.mkdir(parents=True)
+        Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(path)
+        lines.append(json.dumps({"image": str(path), "caption": f"red of {20 * number}"}))
+    for number in (10, 11):
+        (tmp_path / "outside" / str(number) / "image.png").write_bytes(b"damaged")
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "all.jsonl").write_text("\n".join(lines))
+    corpus = str(tmp_path / "list" / "all.jsonl")
+    root = prepare(ImageOptions(str(tmp_path / "s"), corpus, image_size=8, max_quarantined=0.5))
+    for split in _splits(root):
+        reds = split.get(range(len(split))).latents
+        codec = ImageCodec.open(root)
+        for image, caption in zip(codec.decode(reds), split.texts(range(len(split)))):
+            assert caption == f"red of {image[0, 0, 0]}"
+    manifest = json.loads((root / "manifest.json").read_text())
+    assert "file image.png (12)" in manifest["inputs"]
+    assert len((root / "quarantine.jsonl").read_text().splitlines()) == 2
+
+
 def test_too_many_damaged_files_write_nothing(folder, tmp_path):
     with pytest.raises(UserError, match="29.png"):
         prepare(ImageOptions(str(tmp_path / "s"), str(folder), image_size=16))
