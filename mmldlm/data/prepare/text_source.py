@@ -166,6 +166,8 @@ class TextSource(Source):
         return texts
 
     def select(self) -> None:
+        # An earlier preparation of this process may have had shards of the same paths.
+        tokenize.read_shard.cache_clear()
         options, train = self.options, self.texts["train"]
         held = self.texts.get("validation")
         rows = self._deduplicate("train", None if held is None else held.hashes)

@@ -416,6 +416,16 @@ def test_bad_options_are_refused_before_anything_is_read(corpus_file, tmp_path):
     refused("overlong", overlong="split")
 
 
+def test_a_store_is_replaced_by_one_of_another_corpus(need_minilm, tmp_path):
+    for word in ("cat", "engine of the doctor"):
+        texts = [f"The {word} number {number} sleeps near the window." for number in range(40)]
+        (tmp_path / "texts.txt").write_text("\n".join(texts))
+        root = pipeline.prepare(
+            PrepareOptions(str(tmp_path / "s"), str(tmp_path / "texts.txt"), force=True)
+        )
+        assert verify.verify(root) == []
+
+
 def test_empty_and_filtered_out_corpora_are_refused(need_minilm, corpus_file, tmp_path):
     (tmp_path / "empty.txt").write_text("\n\n")
     with pytest.raises(UserError, match="the corpus is empty"):
