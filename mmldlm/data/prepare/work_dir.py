@@ -32,6 +32,10 @@ from mmldlm.utils.paths import check_writable_dir
 
 PLAN = "plan.json"
 IDENTITIES = "file_identities.json"
+RULES = 2
+"""Grows whenever a version makes other results of the same corpus and options, because an
+interrupted preparation must not go on by other rules. Finished stores stay as they are.
+"""
 
 
 def diff_plans(recorded: dict[str, Any], plan: dict[str, Any]) -> list[str]:
@@ -47,6 +51,8 @@ def diff_plans(recorded: dict[str, Any], plan: dict[str, Any]) -> list[str]:
         lines.append(f"the corpus had {removed or 'nothing more'}, has {added or 'nothing more'}")
     if "inputs" in plan:
         lines += diff_inputs(recorded.get("inputs"), plan["inputs"])
+    if recorded.get("rules") != plan.get("rules"):
+        lines.append("another version of mmldlm began it, which reads or splits texts otherwise")
     return lines or [f"another cut of the work ({recorded.get('shards')}, now {plan['shards']})"]
 
 

@@ -7,7 +7,7 @@ import pytest
 from mmldlm.data.prepare import pipeline
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.task_queue import TaskQueue
-from mmldlm.data.prepare.work_dir import WorkDir, check_output_free
+from mmldlm.data.prepare.work_dir import RULES, WorkDir, check_output_free
 from mmldlm.errors import UserError
 
 
@@ -37,6 +37,14 @@ def test_differences_are_reported_with_both_values(tmp_path):
     ):
         assert part in error.value.found, error.value.found
     assert "seed" not in error.value.found
+
+
+def test_work_by_other_rules_is_not_mixed_with_new_work(tmp_path):
+    plan = {"options": {}, "corpus": {}, "shards": [1]}
+    WorkDir(tmp_path / "s", TaskQueue()).open(plan, force=False)
+    with pytest.raises(UserError, match="another version of mmldlm(.|\n)*--force"):
+        WorkDir(tmp_path / "s", TaskQueue()).open(plan | {"rules": RULES}, force=False)
+    assert not WorkDir(tmp_path / "s", TaskQueue()).open(plan | {"rules": RULES}, force=True)
 
 
 def test_a_damaged_plan_is_named_and_force_discards_its_work(tmp_path):
