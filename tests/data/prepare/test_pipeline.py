@@ -342,6 +342,57 @@ class TestWithTheEncoder:
         assert corpus["chunked"] == corpus["read"] == 6 and corpus["kept"] == corpus["chunks"] > 12
         assert verify.verify(root) == []
 
+    @pytest.mark.parametrize("keep_duplicates", [False, True])
+    def test_no_document_is_in_both_splits(self, sentences, tmp_path, keep_duplicates):
+        path = tmp_path / "documents.jsonl"
+        # Documents share their first sentence, which is a piece of its own.
+        documents = [
+            " ".join([sentences[0], *sentences[start : start + 4]]) for start in range(1, 45, 2)
+        ]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        root = pipeline.prepare(
+            PrepareOptions(
+                str(tmp_path / "s"),
+                str(path),
+                overlong="chunk",
+                max_tokens=14,
+                validation_samples=6,
+                keep_duplicates=keep_duplicates,
+            )
+        )
+        train, validation = (set(Store(root, s).documents) for s in ("train", "validation"))
+        assert train and not train & validation and len(Store(root, "validation")) >= 6
+        assert not _normal(_texts(root, "train")) & _normal(_texts(root, "validation"))
+        dropped = Store(root).manifest["corpus"]["dropped"]
+        assert ("in_validation" in dropped) == keep_duplicates
+        assert verify.verify(root) == []
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"max_samples": 60},
+            {"max_samples": 60, "validation_samples": 20},
+            {"overlong": "chunk", "max_tokens": 8},
+            {"overlong": "truncate", "max_tokens": 8},
+        ],
+    )
+    def test_a_tokenizer_is_not_made_of_validation_texts(self, tmp_path, monkeypatch, options):
+        path, seen = tmp_path / "texts.txt", []
+        texts = [f"The number {n} is one more than {n - 1}. And {n} is less." for n in range(400)]
+        path.write_text("\n".join(texts))
+        make = pipeline.TextSource.make_tokenizer
+        monkeypatch.setattr(
+            pipeline.TextSource,
+            "make_tokenizer",
+            lambda self, texts: (seen.extend(texts), make(self, texts)),
+        )
+        root = pipeline.prepare(
+            PrepareOptions(str(tmp_path / "s"), str(path), tokenizer="words", **options)
+        )
+        validation = _texts(root, "validation")
+        assert len(validation) >= options.get("validation_samples", 3) and len(seen) > 100
+        assert not [text for text in validation for other in seen if text in other]
+
     def test_pieces_repeats_and_a_limit_are_accounted_for(self, sentences, tmp_path):
         path = tmp_path / "documents.jsonl"
         documents = [
