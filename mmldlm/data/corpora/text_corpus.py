@@ -256,8 +256,7 @@ def _read_documents(files: list[Path], counts: Counter, whole_files: bool) -> It
                 yield from clean(piece, counts)
             else:
                 for sentence in split_sentences(" ".join(piece.split())):
-                    counts["read"] += 1
-                    yield sentence
+                    yield from clean(sentence, counts)
 
 
 def _pieces(lines: Iterator[tuple[int, str]], whole_files: bool) -> Iterator[str | None]:
