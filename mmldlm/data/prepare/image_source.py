@@ -8,7 +8,7 @@ alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from mmldlm.data.sentences import content_hash
 from mmldlm.data.unknown_tokens import count_unknown
 from mmldlm.data.writers import Block, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
-from mmldlm.utils.formatting import count_noun, join_some, printable
+from mmldlm.utils.formatting import count_noun, describe_counts, join_some, printable
 from mmldlm.utils.resources import require_memory
 
 _MAX_NAMED = 20
@@ -258,6 +258,7 @@ class ImageSource(Source):
         self.samples = {
             name: self._tokenize(name, candidates, positions) for name, positions in chosen.items()
         }
+        self._check_sizes(self.samples)
 
     def _check_depth(self) -> None:
         """Check that images of 16 bits use their range, if their files do not declare another one.
@@ -321,26 +322,27 @@ class ImageSource(Source):
         )
         return {"train": np.flatnonzero(~inside), "validation": np.flatnonzero(inside)}
 
-    def _check_sizes(self, chosen: dict[str, np.ndarray]) -> None:
-        for name, positions in chosen.items():
-            if len(positions) < 2:
-                counts = self.reports["train"].counts
-                nonzero = {key: count for key, count in counts.items() if count}
+    def _check_sizes(self, chosen: Mapping[str, Sized]) -> None:
+        for name, part in chosen.items():
+            if len(part) < 2:
+                report = self.reports.get(name, self.reports["train"])
                 raise UserError(
-                    f"at least 2 images for the {name} split, apart from the groups of the other",
-                    f"{len(positions)} ({nonzero})",
+                    f"at least 2 images of {report.source} for the {name} split, apart from the"
+                    " groups of the other",
+                    f"{len(part)} left ({describe_counts(report.counts)})",
                     "give a larger corpus, another --validation-samples, or a --validation-corpus",
                 )
 
     def _tokenize(self, name: str, candidates: _Candidates, positions: np.ndarray) -> ImageSplit:
-        """Tokenize the captions of a split; too long ones are cut, samples without a token are
-        dropped.
+        """Tokenize the captions of a split; too long ones are cut. Samples without a token are
+        dropped, and those that the cut made equal.
         """
         corpus = name if name in self.shards else "train"
         counts, limit = self.reports[corpus].counts, self.options.max_tokens
         captions = [candidates.samples[i].caption for i in positions]
         encoded = token_ids(self.tokenizer, captions)
         texts, tokens, rows = [], [], []
+        seen: set[tuple[int, str]] = set()
         for position, caption, ids in zip(positions.tolist(), captions, encoded):
             if len(ids) > limit:
                 ids, caption = truncate(self.tokenizer, caption, limit)
@@ -348,6 +350,11 @@ class ImageSource(Source):
             if not ids:
                 counts["drop_no_token"] += 1
                 continue
+            pair = int(candidates.pixel_hashes[position]), caption
+            if pair in seen and not self.options.keep_duplicates:
+                counts["drop_duplicate"] += 1
+                continue
+            seen.add(pair)
             texts.append(caption)
             tokens.append(np.asarray(ids, np.int32))
             rows.append(position)

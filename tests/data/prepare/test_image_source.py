@@ -143,6 +143,26 @@ def test_images_of_one_file_name_in_several_folders_keep_their_pixels(tmp_path):
     assert len((root / "quarantine.jsonl").read_text().splitlines()) == 2
 
 
+def test_captions_that_differ_in_case_are_kept_and_those_that_a_cut_makes_equal_are_not(tmp_path):
+    lines, words = [], "one two three four five six seven"
+    for number in range(20):
+        Image.new("RGB", (8, 8), (10 * number, 0, 0)).save(tmp_path / f"{number}.png")
+        captions = [f"a {number}", f"A {number}", f"{words} eight", f"{words} nine"]
+        lines.append(json.dumps({"image": f"{number}.png", "caption": captions}))
+    (tmp_path / "list.jsonl").write_text("\n".join(lines))
+    options = ImageOptions(
+        str(tmp_path / "s"),
+        str(tmp_path / "list.jsonl"),
+        image_size=8,
+        max_tokens=7,
+        tokenizer="words",
+        validation_samples=20,
+    )
+    corpus = Store(prepare(options)).manifest["corpus"]
+    assert corpus["read"] == 80 and corpus["kept"] == 60 and corpus["dropped"] == {"duplicate": 20}
+    assert verify(tmp_path / "s") == []
+
+
 def test_too_many_damaged_files_write_nothing(folder, tmp_path):
     with pytest.raises(UserError, match="29.png"):
         prepare(ImageOptions(str(tmp_path / "s"), str(folder), image_size=16))
