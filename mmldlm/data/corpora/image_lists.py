@@ -219,13 +219,13 @@ def _of_coco(content: dict[str, Any], counts: Counter) -> Iterator[Any]:
     """Yield a record for every annotation; count images without one as dropped."""
     images = [image for image in content["images"] if isinstance(image, dict)]
     yield from [None] * (len(content["images"]) - len(images))
-    names = {str(image.get("id")): image.get("file_name") for image in images}
+    names = {str(_whole(image.get("id"))): image.get("file_name") for image in images}
     captioned = set()
     for annotation in content["annotations"]:
         if not isinstance(annotation, dict):
             yield None
             continue
-        key = str(annotation.get("image_id"))
+        key = str(_whole(annotation.get("image_id")))
         captioned.add(key)
         yield {"image": names.get(key), "caption": annotation.get("caption"), "group": key}
     without = len(names.keys() - captioned)
@@ -241,8 +241,8 @@ def samples_of(record: Any, root: Path, counts: Counter) -> Iterator[ImageSample
     """
     record = record if isinstance(record, dict) else {}
     image = image_of(record)
-    captions = record.get("caption", record.get("text"))
-    group = record.get("group", record.get("image_id"))
+    captions = _first(record, "caption", "text")
+    group = _whole(_first(record, "group", "image_id"))
     for caption in captions if isinstance(captions, list) and captions else [captions]:
         counts["read"] += 1
         if (
@@ -259,6 +259,16 @@ def samples_of(record: Any, root: Path, counts: Counter) -> Iterator[ImageSample
         else:
             own_group = f"image {image}" if group is None else f"group {group}"
             yield ImageSample(_name(image, root), fold_spaces(caption), own_group, root / image)
+
+
+def _first(record: dict[str, Any], *names: str) -> Any:
+    """Return the first value of some fields that is not null; None without one."""
+    return next((record[name] for name in names if record.get(name) is not None), None)
+
+
+def _whole(value: Any) -> Any:
+    """Return a whole number as int: tables with missing numbers hold 3 as 3.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _name(image: str, root: Path) -> str:

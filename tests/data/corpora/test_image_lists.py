@@ -77,6 +77,20 @@ def test_three_forms_of_one_list(tmp_path):
         )
 
 
+def test_null_fields_count_as_absent_and_whole_floats_as_whole(tmp_path):
+    lines = [
+        {"image": "a.png", "caption": None, "text": "A cat", "group": 3.0},
+        {"image": None, "image_path": "b.png", "text": "A dog", "group": None, "image_id": 3},
+        {"image": "c.png", "text": "A cow", "group": 3.5},
+    ]
+    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    counts = Counter()
+    samples = list_jsonl(tmp_path / "list.jsonl", tmp_path, counts)
+    assert [(s.image, s.caption) for s in samples] == [("a.png", "A cat"), ("b.png", "A dog")]
+    assert {sample.group for sample in samples} == {"group 3"}
+    assert counts == {"read": 3, "drop_bad_record": 1}
+
+
 def test_bad_records_are_counted(tmp_path):
     lines = [
         '{"image": "a.png", "caption": "x"}',
