@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from mmldlm.data.corpora.text_corpus import Corpus, open_corpus
+from mmldlm.data.corpora.text_corpus import Corpus, check_text_field, open_corpus
 from mmldlm.data.encoders.encoder import Encoder, usable_dtype
 from mmldlm.data.prepare import encode, select, tokenize
 from mmldlm.data.prepare.encode import device_of_rank
@@ -57,6 +57,7 @@ class TextSource(Source):
         self.corpora = {"train": [open_named(n) for n in options.datasets or [options.corpus]]}
         if options.validation_corpus:
             self.corpora["validation"] = [open_named(options.validation_corpus)]
+        check_text_field(options.text_field, self._all_corpora())
         if options.overlong is None:
             has_documents = any(corpus.has_documents for corpus in self.corpora["train"])
             options = replace(options, overlong="chunk" if has_documents else "drop")

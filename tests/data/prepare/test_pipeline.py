@@ -127,7 +127,9 @@ class TestWithTheEncoder:
         assert store.manifest["corpus"]["dropped"] == {"duplicate": 1, "too_short": 1}
         assert verify.verify(cut.output_dir) == []
 
-    def test_validation_corpus_is_removed_from_training(self, corpus_file, sentences, tmp_path):
+    def test_validation_corpus_is_removed_from_training(
+        self, corpus_file, sentences, tmp_path, capsys
+    ):
         path = tmp_path / "held.txt"
         held = [text.upper() for text in sentences[:7]] + ["A sentence that training never had."]
         path.write_text("\n".join(held))
@@ -137,6 +139,15 @@ class TestWithTheEncoder:
         assert _texts(root, "validation") == held
         assert _texts(root, "train") == sentences[7:]
         assert Store(root).manifest["corpus"]["dropped"] == {"in_validation_corpus": 7}
+        assert "txt:held.txt" in capsys.readouterr().out
+
+    def test_too_small_a_validation_corpus_is_named_with_its_own_counts(
+        self, corpus_file, tmp_path
+    ):
+        (tmp_path / "held.txt").write_text("A sentence that training never had.\nHi\nNo")
+        options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), str(tmp_path / "held.txt"))
+        with pytest.raises(UserError, match="of txt:held.txt(.|\n)*1 left \\(3 read, 2 dropped"):
+            pipeline.prepare(options)
 
     def test_truncation_does_not_leak_into_a_validation_corpus(
         self, corpus_file, sentences, tmp_path
@@ -465,6 +476,7 @@ def test_bad_options_are_refused_before_anything_is_read(corpus_file, tmp_path):
     refused("min-tokens", min_tokens=70)
     refused("max-samples", max_samples=0)
     refused("overlong", overlong="split")
+    refused("--text-field with records", text_field="body")
 
 
 def test_a_store_is_replaced_by_one_of_another_corpus(need_minilm, tmp_path):
