@@ -19,6 +19,20 @@ def test_only_one_preparation_at_a_time(corpus_file, tmp_path):
         pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), force=True))
 
 
+@pytest.mark.usefixtures("need_minilm")
+def test_a_complete_store_leaves_the_work_of_a_launch_that_replaces_it(corpus_file, tmp_path):
+    options = PrepareOptions(str(tmp_path / "s"), str(corpus_file))
+    pipeline.prepare(options)
+    work = WorkDir(tmp_path / "s", TaskQueue())
+    work.open({"options": {}}, force=False)
+    pipeline.prepare(options)
+    assert work.read_plan() == {"options": {}}
+    work.remove()
+    (tmp_path / "s.work").mkdir()
+    pipeline.prepare(options)
+    assert not (tmp_path / "s.work").exists()
+
+
 def test_differences_are_reported_with_both_values(tmp_path):
     def plan(name, **options):
         identity = PrepareOptions("", name, **options).identity()
