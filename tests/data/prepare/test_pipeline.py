@@ -381,7 +381,6 @@ class TestWithTheEncoder:
     @pytest.mark.parametrize(
         "options",
         [
-            {"max_samples": 60},
             {"max_samples": 60, "validation_samples": 20},
             {"overlong": "chunk", "max_tokens": 8},
             {"overlong": "truncate", "max_tokens": 8},

@@ -15,8 +15,10 @@ from mmldlm.data.prepare.read import TextShards, read_unit
 def few_open_files():
     """Leave room for 64 more files than are open now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 64, hard))
+    free = [os.open(os.devnull, os.O_RDONLY) for _ in range(64)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, hard))
+    for descriptor in free:
+        os.close(descriptor)
     yield
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
