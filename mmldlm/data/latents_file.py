@@ -75,8 +75,7 @@ def find_rows(
         raise UserError(
             f"one latent for each of the {own['read']:,} texts in {source}, in their order",
             f"{len(latents):,} latents in {latents_path}",
-            "write one row for every text; blank lines of a .txt are no texts, those of a table of"
-            " one column are empty ones",
+            "write one row for every text; blank lines are no texts",
         )
     dropped = {key: count for key, count in own.items() if key.startswith("drop_")}
     counts.update({"read": sum(dropped.values()), **dropped})

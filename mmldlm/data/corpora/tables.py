@@ -45,7 +45,8 @@ def read_rows(path: Path) -> Iterator[list[str]]:
     """Yield the records of a .csv or .tsv, first the names of its columns; all are of one length.
 
     The separator of a .csv is that of `,`, `;` and tab that cuts its first line into most columns.
-    Empty lines are no records, but empty cells of a table of one column.
+    Empty lines are no records, as pandas reads and writes them: an empty cell of a table of one
+    column is `""`.
 
     Raises:
         UserError: it is not readable, not UTF-8, has no record, or one with another number of
@@ -62,8 +63,6 @@ def read_rows(path: Path) -> Iterator[list[str]]:
             separator = "\t" if kind_of(path) == "tsv" else _separator_of(first)
             for row in csv.reader(chain([first], lines), delimiter=separator, strict=True):
                 lines.record_bytes = 0
-                if not row and width == 1:
-                    row = [""]
                 if not row:
                     continue
                 width = width or len(row)

@@ -39,10 +39,10 @@ def test_a_column_is_a_corpus(tmp_path, name, separator, mark):
     assert list(corpus) == list(corpus), "it can be read again"
 
 
-def test_empty_cells_of_a_single_column_are_counted(tmp_path):
+def test_empty_lines_are_no_records_but_empty_cells_are_counted(tmp_path):
     (tmp_path / "a.csv").write_text('\ntext\nOne.\n\n""\nTwo.\n')
     corpus = open_corpus(tmp_path / "a.csv")
-    assert list(corpus) == ["One.", "Two."] and corpus.counts == {"read": 4, "drop_empty": 2}
+    assert list(corpus) == ["One.", "Two."] and corpus.counts == {"read": 3, "drop_empty": 1}
 
 
 def test_a_compressed_table_and_a_folder_of_tables(tmp_path):
