@@ -420,8 +420,8 @@ def _write(
         notes += copy_tokenizer_files(opened, dtype, out)
     if to == "safetensors" and not options.only:
         stored = "the types of the checkpoint" if options.dtype == "keep" else options.dtype
-        stored = f"{stored or 'fp32'}{', the moving average' if options.ema else ''}"
-        write_model_card(opened, out, name, planned.export.num_parameters, stored)
+        size = planned.export.num_parameters
+        write_model_card(opened, out, name, size, stored or "fp32", is_average=options.ema)
     if pending is not None:
         copy_run(opened, pending.path, planned.world_size)
         pending.commit(

@@ -4,6 +4,7 @@ written.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable
@@ -307,8 +308,12 @@ class CheckpointSearch:
         return None if path is None else Path(path)
 
     def _latest(self, on_damaged: Callable[[str], None], **options: Any) -> Path | None:
-        path = locate.find_latest_valid(self.run.folder.path, on_damaged, **options)
-        return None if path is None else path.resolve()
+        run_dir = self.run.folder.path
+        with contextlib.suppress(OSError):
+            # Where the run cannot be written to, the checkpoint is found where it is.
+            locate.recover_interrupted_commit(run_dir)
+        path = locate.find_latest_valid(run_dir, on_damaged, **options)
+        return None if path is None else path.absolute()
 
     def _newest(self) -> Path | None:
         damaged: list[str] = []

@@ -140,6 +140,18 @@ def test_a_run_becomes_a_model_folder(zero_dir, tmp_path, spelling):
     assert metadata["step"] == "7" and len(metadata["source_manifest_sha256"]) == 64
 
 
+@pytest.mark.parametrize("name", ["latest", "last_best"])
+def test_a_link_of_another_program_is_what_it_leads_to(tmp_path, name):
+    step = tmp_path / "checkpoints" / "step_00000100"
+    step.mkdir(parents=True)
+    torch.save({"w": torch.ones(2, 3)}, step / "model.pt")
+    (tmp_path / name).symlink_to(step)
+    assert convert(tmp_path / name, tmp_path / "out").num_parameters == 6
+    (tmp_path / "file" / name).parent.mkdir()
+    (tmp_path / "file" / name).symlink_to(step / "model.pt")
+    assert convert(tmp_path / "file" / name, tmp_path / "of_file").num_parameters == 6
+
+
 def test_a_file_of_another_save_in_a_run(zero_dir, tmp_path):
     """Same sizes, same rank, same names; for ZeRO-3 only the manifest can tell when all ranks
     agree.
