@@ -486,13 +486,10 @@ def test_a_step_count_or_dtype_of_another_kind(tmp_path, change):
 
 
 def test_a_full_disk_leaves_nothing(zero_dir, tmp_path, monkeypatch):
-    from mmldlm.checkpoints import output_folder
-    from mmldlm.checkpoints.files import file_io as output_file
-
-    def full(fd: int, size: int) -> None:
+    def full(*args) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(output_file, "preallocate", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(MmldlmError, match="No space left"):
         convert_state(zero_dir / "z2_bf16", tmp_path / "out", "zero3", 4)
     monkeypatch.undo()
