@@ -297,6 +297,10 @@ class CheckpointSearch:
         return self._search(lambda: self._latest(_warn, for_rollback=True, below=below))
 
     def _search(self, find: Callable[[], Path | None]) -> Path | None:
+        if self.run.is_main:
+            # One that cannot be restored now is found where it is.
+            with contextlib.suppress(OSError):
+                locate.recover_interrupted_commit(self.run.folder.path)
         search = BackgroundTask(find, self.engine.device) if self.run.is_main else None
         self._wait(
             lambda: search is not None and search.is_running(),
@@ -308,11 +312,7 @@ class CheckpointSearch:
         return None if path is None else Path(path)
 
     def _latest(self, on_damaged: Callable[[str], None], **options: Any) -> Path | None:
-        run_dir = self.run.folder.path
-        with contextlib.suppress(OSError):
-            # Where the run cannot be written to, the checkpoint is found where it is.
-            locate.recover_interrupted_commit(run_dir)
-        path = locate.find_latest_valid(run_dir, on_damaged, **options)
+        path = locate.find_latest_valid(self.run.folder.path, on_damaged, **options)
         return None if path is None else path.absolute()
 
     def _newest(self) -> Path | None:
