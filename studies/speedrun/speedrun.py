@@ -14,10 +14,10 @@ model plus the optimizer's.
 
 A schedule ends with its budget, so today's recipe is trained to several lengths, each with its own
 schedule. The shortest that holds the target is found by bisection to 4 % of its steps (or --steps
-names it), for each seed; the claimed ratio is the mean of the seeds. On the docstrings one more
-run spends what the reference spends. Finished runs stay in --out and are read from there, so an
-interrupted study continues, and seeds may run side by side. --set changes a key of today's recipe:
-a candidate (candidates.md is their log).
+names it), for each seed; the claimed ratio is the mean of the seeds. The reference is trained
+once. On the docstrings one more run spends what the reference spends. Finished runs stay in --out
+and are read from there, so an interrupted study continues, and seeds may run side by side. --set
+changes a key of today's recipe: a candidate (candidates.md is their log).
 
 Default data: the quickstart's docstrings; with --corpus a text file, prepared as the quickstart
 does.
@@ -116,66 +116,57 @@ def is_quickstarts(store: str) -> bool:
 
 
 def to_target(
-    args: argparse.Namespace, store: str, folder: Path, seed: int
-) -> tuple[dict[str, Result | None], tuple[float, float, float]]:
-    """Runs of one seed: the reference, today's last and today's at the target; and the target."""
-    reference = run(reference_recipe(folder, seed), store, folder, args.reference_steps)
-    target = (
-        TARGET if is_quickstarts(store) else (reference.nelbo, reference.gain, reference.cosine)
-    )
-    print("target    NELBO {:.3f}  gain {:.3f}  t2l cosine {:.4f}".format(*target))
+    args: argparse.Namespace,
+    store: str,
+    folder: Path,
+    target: tuple[float, float, float],
+    seed: int,
+) -> tuple[Result, Result | None]:
+    """Today's recipe with one seed: the last run, and the shortest that holds the target."""
     recipe = todays_recipe(tuple(args.set), seed)
     if args.steps is None:
         guess = max(round(FIRST_GUESS * args.reference_steps), 1)
-        last, found = shortest(recipe, store, folder, target, guess, args.reference_steps)
-    else:
-        last = run(recipe, store, folder, args.steps)
-        found = last if holds(last, target) else None
-    if found is not None:
-        shares = (
-            f"{found.flops / reference.flops:.3f} of the FLOPs",
-            f"{found.steps / reference.steps:.2f} of the steps",
-            f"{found.cpu_seconds / reference.cpu_seconds:.2f} of the CPU seconds",
-        )
-        print("to target:", ", ".join(shares))
-    return {"reference": reference, "today_last": last, "today_at_target": found}, target
+        return shortest(recipe, store, folder, target, guess, args.reference_steps)
+    last = run(recipe, store, folder, args.steps)
+    return last, last if holds(last, target) else None
 
 
 def measure(
     args: argparse.Namespace, store: str, folder: Path, suffix: str
 ) -> tuple[list[dict], dict]:
     """Claims and figures on one store."""
-    ratios, figures, runs_by_seed = [], {}, {}
-    for seed in args.seeds:
-        runs, target = to_target(args, store, folder, seed)
-        runs_by_seed[seed] = runs
-        found = runs["today_at_target"]
-        ratios.append(inf if found is None else found.flops / runs["reference"].flops)
-        figures[f"seed_{seed}"] = {"target": target, "runs": as_figures(runs)}
+    reference = run(reference_recipe(folder), store, folder, args.reference_steps)
+    target = (
+        TARGET if is_quickstarts(store) else (reference.nelbo, reference.gain, reference.cosine)
+    )
+    print("target    NELBO {:.3f}  gain {:.3f}  t2l cosine {:.4f}".format(*target))
+    runs = {seed: to_target(args, store, folder, target, seed) for seed in args.seeds}
+    found = {seed: best for seed, (_, best) in runs.items()}
+    ratios = [inf if best is None else best.flops / reference.flops for best in found.values()]
     error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 and max(ratios) < inf else None
-    figures |= {"ratios": ratios, "ratio_error": error}
     print(f"FLOPs to target / reference's: {ratios}, standard error of the mean {error}")
     bound = BOUNDS["wikipedia" if suffix else "docstrings"]
     claims = [
         _report.claim(f"flops_to_target_ratio{suffix}", fmean(ratios), "<=", bound, measured=True)
     ]
+    equal = None
     if not suffix:
         # The first seed alone: such a run takes as long as the reference.
         seed = args.seeds[0]
-        reference, last = (runs_by_seed[seed][name] for name in ("reference", "today_last"))
+        last = runs[seed][0]
         affordable = max(int(reference.flops / (last.flops / last.steps)), 1)
         equal = run(todays_recipe(tuple(args.set), seed), store, folder, affordable)
         claims += [
             _report.claim("nelbo_at_reference_flops_nats", equal.nelbo, "<=", 3.4, measured=True),
             _report.claim("gain_at_reference_flops_nats", equal.gain, ">=", 1.6, measured=True),
         ]
-        figures["today_at_reference_flops"] = vars(equal)
-    return claims, figures
-
-
-def as_figures(runs: dict[str, Result | None]) -> dict[str, dict | None]:
-    """Runs for the JSON file."""
-    return {name: None if result is None else vars(result) for name, result in runs.items()}
+    named = {
+        "reference": reference,
+        "today_at_reference_flops": equal,
+        **{f"today_at_target_seed_{seed}": best for seed, best in found.items()},
+    }
+    figures = {name: None if result is None else vars(result) for name, result in named.items()}
+    return claims, {"target": target, "ratios": ratios, "ratio_error": error, "runs": figures}
 
 
 def main() -> int:
@@ -197,7 +188,12 @@ def main() -> int:
         help="length of the reference (default 1,300)",
     )
     parser.add_argument(
-        "--seeds", type=int, nargs="+", default=[0], metavar="N", help="training seeds (default 0)"
+        "--seeds",
+        type=int,
+        nargs="+",
+        default=[0],
+        metavar="N",
+        help="seeds of today's recipe (default 0)",
     )
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", help="change today's recipe"
