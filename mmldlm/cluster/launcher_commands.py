@@ -15,6 +15,9 @@ from mmldlm.utils.entry_point import module_command
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TRAIN = str(PACKAGE / "train.py")
+# From the start of a launcher to its first process on every node, with imports from a slow disk on
+# a busy node.
+START_SECONDS = 90.0
 
 
 def train_arguments(options: argparse.Namespace) -> list[str]:
@@ -120,9 +123,18 @@ def torchrun_command(
 
 
 def mpi_command(
-    nodes: Sequence[Node], local: bool, ssh_port: int | None, script: list[str]
+    nodes: Sequence[Node],
+    local: bool,
+    address: str,
+    port: int,
+    ssh_port: int | None,
+    script: list[str],
 ) -> list[str]:
-    """Return Open MPI's `mpirun` command, with ranks in hostfile order."""
+    """Return Open MPI's `mpirun` command, with ranks in hostfile order.
+
+    It passes no variables by itself: a MASTER_PORT of this shell would reach only the ranks of
+    this machine.
+    """
     hosts = ",".join(f"{'localhost' if local else node.name}:{node.slots}" for node in nodes)
     num_ranks = sum(node.slots for node in nodes)
     command = [
@@ -135,6 +147,10 @@ def mpi_command(
         "slot",
         "--bind-to",
         "none",
+        "-x",
+        f"MASTER_ADDR={address}",
+        "-x",
+        f"MASTER_PORT={port}",
     ]
     agent = "ssh -o BatchMode=yes" + (f" -p {ssh_port}" if ssh_port else "")
     command += ["--mca", "plm_rsh_agent", agent]

@@ -36,6 +36,7 @@ RECONNECT_GRACE = 10.0
 _launches: set[str] = set()
 _children: list[subprocess.Popen] = []
 _reserved: list[socket.socket] = []
+_gone: dict[int, float] = {}  # pid of a wrapper -> when it was first missed, without a status
 
 
 def write_launch_file(args: dict) -> None:
@@ -128,7 +129,8 @@ def report_ranks(args: dict) -> dict:
     statuses of torchrun}.
 
     A rank is "alive" while its wrapper runs, and "orphan" if its launcher has ended; "heartbeat"
-    is the last one of a script that sends them, or None. The launch file, which may contain
+    is the last one of a script that sends them, or None. A wrapper that was killed wrote no status
+    and no "ended", which is then when it was first missed. The launch file, which may contain
     secrets, is deleted once args["slots"] ranks have read it.
     """
     launch = args["launch"]
@@ -147,6 +149,8 @@ def report_ranks(args: dict) -> dict:
         if parent is None:
             state = state_files.read_newest(launch, name).get(name, state)
         state["alive"], state["orphan"] = parent is not None, parent not in (None, state["parent"])
+        if state["exit"] is None and parent is None:
+            state["ended"] = _gone.setdefault(state["pid"], time.time())
         state["heartbeat"] = heartbeats.get(heartbeat_file(host, state["rank"]))
         ranks.append(state)
     if len(ranks) == args.get("slots"):
@@ -177,13 +181,14 @@ def start_launcher(args: dict) -> int:
     return child.pid
 
 
-def signal_ranks(args: dict) -> int:
-    """Send args["signal"] to train.py of every rank on this node; return the number of ranks."""
-    states = [state for state in report_ranks(args)["ranks"] if state["alive"]]
-    for state in states:
-        with contextlib.suppress(OSError):
-            os.kill(state["child"], getattr(signal, args["signal"]))
-    return len(states)
+def signal_ranks(args: dict) -> list[int]:
+    """Send args["signal"] to train.py of every rank on this node but those in args["told"]; return
+    their pids.
+    """
+    pids = [state["child"] for state in report_ranks(args)["ranks"] if state["alive"]]
+    new = [pid for pid in pids if pid not in args["told"]]
+    _send(new, getattr(signal, args["signal"]))
+    return new
 
 
 def stop(args: dict) -> int:

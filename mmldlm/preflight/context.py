@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -119,13 +118,19 @@ class Context:
             if probe in facts and "value" not in facts[probe]
         }
 
-    def has_gpus(self) -> bool:
-        """Return whether any node (or this machine, if no node was asked) has a GPU."""
+    def has_gpus(self) -> bool | None:
+        """Return whether any node has a GPU; None if that is unknown: level 0 asks no other
+        machine.
+        """
         # Checks ask for every node: the first one with a GPU answers.
-        values = (self.value(name, "gpus") for name in self.facts)
-        asked = (value for value in values if value is not None)
-        first = next(asked, self.head_value("gpus") or {})
-        return any(entry.get("gpus") for entry in itertools.chain([first], asked))
+        answers = [self.head] if self.local and not self.facts else self.facts.values()
+        known = False
+        for answer in answers:
+            value = answer.get("gpus", {}).get("value")
+            if value is not None and value.get("gpus"):
+                return True
+            known = known or value is not None
+        return False if known else None
 
     @property
     def global_batch(self) -> int:
@@ -167,7 +172,7 @@ class Context:
         address, port = self.master_address(), self.options.master_port
         ssh_port = self.options.ssh_port
         if self.launcher == "mpi":
-            return mpi_command(nodes, self.local, ssh_port, script)
+            return mpi_command(nodes, self.local, address, port, ssh_port, script)
         if self.launcher == "slurm":
             return srun_command(nodes, address, port, script)
         write_hostfile(hostfile, nodes)
@@ -198,7 +203,7 @@ class Context:
         if self.options.propagates_all:
             propagated = run_variables()
         else:
-            propagated = propagated_variables(self.launcher, self.has_gpus())
+            propagated = propagated_variables(self.launcher, bool(self.has_gpus()))
         return None if login is None or propagated is None else {**login, **propagated}
 
     def data_address(self, name: str) -> str:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import time
 import pytest
 
 from mmldlm.cluster.hostfile import Node
-from mmldlm.cluster.launcher_commands import deepspeed_command, srun_command
+from mmldlm.cluster.launcher_commands import deepspeed_command, mpi_command, srun_command
 from mmldlm.errors import UserError
 
 NODES = [Node("n1", 1), Node("n2", 1)]
@@ -116,3 +117,14 @@ def test_srun_passes_address_and_arguments_unchanged(tmp_path):
         own, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout == f"$(touch pwned) {['-c', *ARGS]}\n" and not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
+def test_mpirun_passes_the_master_of_the_launch(monkeypatch):
+    """Not what this shell exports, which only the ranks of this machine would get."""
+    monkeypatch.setenv("MASTER_PORT", "29777")
+    monkeypatch.setenv("MASTER_ADDR", "n9")
+    says = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
+    line = mpi_command([Node("localhost", 1)], True, "10.0.0.1", 29611, None, ["-c", says])
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "10.0.0.1 29611\n", done.stderr

@@ -29,14 +29,13 @@ from mmldlm.cluster.env_propagation import (
     read_env_file,
     run_variables,
 )
+from mmldlm.cluster.launcher_commands import START_SECONDS
 from mmldlm.preflight.agent import run_command
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.preflight.context import Context
 from mmldlm.utils.environment import platform_variables
 from mmldlm.utils.formatting import join_some
 
-# Includes imports from a slow disk, on a busy node.
-SECONDS = 90.0
 CHECKS = {"ENV002", "LNCH003"}
 
 
@@ -80,7 +79,7 @@ def launcher_probe(context: Context) -> Iterator[None]:
     ):
         hostfile = Path(folder) / "hostfile"
         command = context.launcher_command([print_environment.__file__], hostfile, nodes)
-        launch = executor.submit(run_command, command, {}, SECONDS)
+        launch = executor.submit(run_command, command, {}, START_SECONDS)
         yield
         try:
             result = launch.result()
