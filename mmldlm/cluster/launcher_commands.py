@@ -41,6 +41,7 @@ def deepspeed_command(
     ssh_port: int | None,
     script: list[str],
     folder: str | None = None,
+    gpus: Sequence[int] = (),
 ) -> list[str]:
     """Return the `deepspeed` (pdsh) command for the head node.
 
@@ -58,6 +59,7 @@ def deepspeed_command(
             DeepSpeed pastes them into a shell line.
         folder: Working folder of the command (default: the current one), which DeepSpeed pastes
             too.
+        gpus: GPUs of this machine for the ranks, if `local`; by default the first ones.
 
     Raises:
         UserError: a path that DeepSpeed pastes into a shell line is not plain text.
@@ -67,14 +69,10 @@ def deepspeed_command(
     )
     if local:
         # A missing path: DeepSpeed would read /job/hostfile if it exists.
-        runner += [
-            "--hostfile",
-            "/nonexistent",
-            "--num_gpus",
-            str(nodes[0].slots),
-            "--log_level",
-            "error",
-        ]
+        runner += ["--hostfile", "/nonexistent", "--log_level", "error"]
+        # With --num_gpus it deletes CUDA_VISIBLE_DEVICES, and takes the first GPUs.
+        chosen = f"localhost:{','.join(map(str, gpus))}"
+        runner += ["--include", chosen] if gpus else ["--num_gpus", str(nodes[0].slots)]
         return [*runner, *script]
     script = run_decoded.encode(script)
     _check_plain(

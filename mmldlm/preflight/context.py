@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from mmldlm.cluster.hostfile import Node, write_hostfile
 from mmldlm.cluster.launcher_commands import deepspeed_command, mpi_command, srun_command
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
+from mmldlm.utils.gpus import VISIBLE
 
 Facts = dict[str, dict[str, Any]]
 
@@ -177,8 +179,25 @@ class Context:
             return srun_command(nodes, address, port, script)
         write_hostfile(hostfile, nodes)
         return deepspeed_command(
-            nodes, self.local, str(hostfile), address, port, ssh_port, script, folder
+            nodes,
+            self.local,
+            str(hostfile),
+            address,
+            port,
+            ssh_port,
+            script,
+            folder,
+            self._chosen_gpus(),
         )
+
+    def _chosen_gpus(self) -> list[int]:
+        """Return the GPUs of this machine that CUDA_VISIBLE_DEVICES names for the ranks, if it
+        does.
+        """
+        if VISIBLE not in os.environ or not self.local or not self.has_gpus():
+            return []
+        facts = self.value(self.names[0], "gpus") or self.head_value("gpus")
+        return [gpu["index"] for gpu in facts["gpus"]][: self.world_size]
 
     def addresses(self, name: str) -> list[str]:
         """Return the addresses of a hostfile name, as this machine resolves it."""
