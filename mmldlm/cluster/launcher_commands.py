@@ -158,25 +158,31 @@ def mpi_command(
 
 
 # Slurm sets neither RANK nor a master address; with all five variables, tasks need no discovery.
-_FROM_SLURM = (
-    "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR=$1"
-    ' MASTER_PORT=$2; shift 2; exec "$@"'
-)
+# SLURM_PROCID is not the rank: Slurm numbers tasks in its own order of the nodes, by which another
+# node than the first of the hostfile may have rank 0, and with it the master.
+_FROM_SLURM = """\
+case ,$4, in *,$SLURMD_NODENAME,*) ;; *)
+    echo "error: Slurm's node $SLURMD_NODENAME is none of the hostfile's: $4" >&2; exit 1 ;;
+esac
+before=,$4,; before=${before%%,"$SLURMD_NODENAME",*}; before=${before//[!,]/}
+export RANK=$((${#before} * $3 + SLURM_LOCALID)) LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
+export MASTER_ADDR=$1 MASTER_PORT=$2; shift 4; exec "$@"
+"""
 
 
 def srun_command(nodes: Sequence[Node], address: str, port: int, script: list[str]) -> list[str]:
-    """Return Slurm's `srun` command inside an allocation; it exports the full environment by
-    default.
+    """Return Slurm's `srun` command inside an allocation, with ranks in hostfile order; it exports
+    the full environment by default.
+
+    Args:
+        nodes: Hosts, by Slurm's names of them, all with the same slots.
+        address: Address of the first node for the other ranks.
+        port: Port there.
+        script: Script and arguments.
     """
-    command = [
-        "srun",
-        "--nodes",
-        str(len(nodes)),
-        "--ntasks-per-node",
-        str(nodes[0].slots),
-        "--kill-on-bad-exit=1",
-    ]
-    command += ["--nodelist", ",".join(node.name for node in nodes)]
+    slots, names = nodes[0].slots, ",".join(node.name for node in nodes)
+    command = ["srun", "--nodes", str(len(nodes)), "--ntasks", str(slots * len(nodes))]
+    command += ["--ntasks-per-node", str(slots), "--kill-on-bad-exit=1", "--nodelist", names]
     # A variable of the batch job, which srun does not inherit (since Slurm 22.05).
     if "SLURM_CPUS_PER_TASK" in os.environ:
         command += ["--cpus-per-task", os.environ["SLURM_CPUS_PER_TASK"]]
@@ -188,6 +194,8 @@ def srun_command(nodes: Sequence[Node], address: str, port: int, script: list[st
         "bash",
         address,
         str(port),
+        str(slots),
+        names,
         sys.executable,
         "-u",
         *script,
