@@ -225,26 +225,28 @@ class Context:
             propagated = propagated_variables(self.launcher, bool(self.has_gpus()))
         return None if login is None or propagated is None else {**login, **propagated}
 
+    def gloo_interfaces(self, name: str) -> list[str]:
+        """Return the interfaces in GLOO_SOCKET_IFNAME of a rank on a node."""
+        names = (self.environment_on(name) or {}).get("GLOO_SOCKET_IFNAME", "")
+        return [interface for interface in names.split(",") if interface]
+
     def data_address(self, name: str) -> str:
         """Return the address that ranks on a node publish: of GLOO_SOCKET_IFNAME, else of the
         node's own name.
         """
         network = self.value(name, "network") or {}
         interfaces = network.get("interfaces", [])
-        interface = (self.environment_on(name) or {}).get("GLOO_SOCKET_IFNAME")
         # NET001 reports an unusable interface; the connections are then tested over a usable one.
         by_name = {
-            e["name"]: e["address"]
+            e["name"]: e["addresses"]
             for e in interfaces
-            if e["address"] and e["up"] and not e["loopback"]
+            if e["addresses"] and e["up"] and not e["loopback"]
         }
-        if interface in by_name:
-            return by_name[interface]
-        published = [
-            a
-            for a in network.get("hostname_addresses", [])
-            if not a.startswith("127.") and a in by_name.values()
-        ]
-        if published:
-            return published[0]
+        for interface in self.gloo_interfaces(name):
+            if interface in by_name:
+                return by_name[interface][0]
+        own = [address for addresses in by_name.values() for address in addresses]
+        for address in network.get("hostname_addresses", []):
+            if not address.startswith("127.") and address in own:
+                return address
         return (network.get("route_to_master") or {}).get("source") or name

@@ -230,8 +230,8 @@ def mtu_is_alike(context):
     interfaces = {}
     for name, network in context.probe_values("network").items():
         by_name = {entry["name"]: entry for entry in network["interfaces"] if entry["up"]}
-        interface = (context.environment_on(name) or {}).get("GLOO_SOCKET_IFNAME")
-        entry = by_name.get(interface if interface in by_name else default_interface(network))
+        chosen = (i for i in context.gloo_interfaces(name) if i in by_name)
+        entry = by_name.get(next(chosen, default_interface(network)))
         if entry is not None:
             interfaces[name] = entry
     if len(context.nodes) < 2 or len(interfaces) < 2:

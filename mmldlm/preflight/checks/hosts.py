@@ -86,8 +86,8 @@ def single_host_is_this_one(context):
     if context.options.propagates_all:
         return ok("mmldlm launch starts the ranks on the host named, wherever it is")
     name, network = context.nodes[0].name, context.head_value("network") or {}
-    addresses = {entry["address"] for entry in network.get("interfaces", ())}
-    if name == network.get("hostname") or set(context.addresses(name)) & addresses:
+    own = [address for e in network.get("interfaces", ()) for address in e["addresses"]]
+    if name == network.get("hostname") or set(context.addresses(name)) & set(own):
         return ok(f"{name} is this machine")
     measured = (
         f"the only host is {name}, which is not this machine; DeepSpeed would train here instead"
