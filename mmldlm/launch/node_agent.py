@@ -20,6 +20,7 @@ import time
 import psutil
 
 from mmldlm.cluster.agent import serve
+from mmldlm.cluster.connections import describe_unusable_port
 from mmldlm.launch import state_files
 from mmldlm.launch.rank_wrapper import (
     LAUNCH_ID_VAR,
@@ -27,7 +28,6 @@ from mmldlm.launch.rank_wrapper import (
     launch_file,
     state_file,
 )
-from mmldlm.utils.network import port_owner
 from mmldlm.utils.stop_signals import keep_exit_codes
 
 IDLE_TIMEOUT = 25.0
@@ -65,7 +65,8 @@ def write_launch_file(args: dict) -> None:
 
 
 def reserve_port(args: dict) -> dict:
-    """Reserve args["port"] for a launch while this agent lives; return {} or {"error", "holder"}.
+    """Reserve args["port"] for a launch while this agent lives; return {}, or {"error"} and more
+    about the port.
 
     The port itself is for rank 0. Two simultaneous launches would both find it free, and their
     ranks would join one process group. An abstract socket with the port in its name, unique per
@@ -88,7 +89,7 @@ def reserve_port(args: dict) -> dict:
             probe.bind(("", port))
             probe.listen()
         except OSError as error:
-            return {"error": error.strerror, "holder": port_owner(port)}
+            return describe_unusable_port(port, error)
     return {}
 
 

@@ -236,3 +236,13 @@ def test_a_name_without_an_ipv4_address_says_so(monkeypatch):
 
     monkeypatch.setattr(socket, "getaddrinfo", of_ipv6_alone)
     assert probes._look_up("n1")["error"] == "no IPv4 address, over which ranks connect"
+
+
+def test_a_port_that_may_not_be_used_has_no_owner():
+    context = make_context()
+    context.master = {"port": 80, "listening": {"port": 80, "error": "Permission denied"}}
+    found = run("NET004", context)["a"]
+    assert found.measured == "80 cannot be used: Permission denied"
+    assert found.fix == "use another --master_port"
+    context.master["listening"] |= {"holder": {"pid": 7, "command": "nginx"}}
+    assert "80 is held by pid 7: nginx" in run("NET004", context)["a"].measured
