@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.locate import recover_interrupted_commit
+from mmldlm.checkpoints.locate import recover_interrupted_commit, replaced_path
 from mmldlm.checkpoints.manifest import (
     FORMAT,
     MANIFEST,
@@ -226,11 +226,11 @@ class PendingCheckpoint:
         write_text_synced(self.path / MANIFEST, json.dumps(manifest, indent=1) + "\n")
         for folder in folders:
             fsync_path(folder)
-        replaced = self.final.with_name(f".replaced_{self.final.name}")
+        replaced = replaced_path(self.final)
         if os.path.lexists(self.final):
             if _is_replaceable(self.final):
                 # A step saved again after a rollback; recover_interrupted_commit() undoes this
-                # rename after a crash.
+                # rename after a crash, and readers look here meanwhile.
                 shutil.rmtree(replaced, ignore_errors=True)
                 os.rename(self.final, replaced)
             else:
@@ -283,11 +283,12 @@ def begin(
 def _prepare(pending: PendingCheckpoint, folders: Sequence[str]) -> None:
     parent = pending.final.parent
     parent.mkdir(parents=True, exist_ok=True)
+    # What it cannot restore must not be deleted below: it raises.
     recover_interrupted_commit(pending.run_dir)
     if os.path.lexists(pending.final):
         # A checkpoint that cannot be replaced is an error before anything is written.
         _is_replaceable(pending.final)
-    patterns = (".partial_*", ".deleting_*", ".replaced_*", ".longest_*")
+    patterns = (".partial_*", ".stale.*", ".deleting_*", ".replaced_*", ".longest_*")
     for stale in (path for pattern in patterns for path in parent.glob(pattern)):
         try:
             shutil.rmtree(stale)
@@ -350,7 +351,7 @@ def try_longest(run_dir: Path, last_step: int, folders: Sequence[str]) -> None:
 
 def update_link(run_dir: Path, name: str, target: Path) -> None:
     """Point one of LINKS to a checkpoint atomically: a symlink, or a text file where symlinks are
-    not supported.
+    not supported. A folder of that name is set aside first (see remove_link).
     """
     new = run_dir / f".{name}_new"
     new.unlink(missing_ok=True)
@@ -359,8 +360,31 @@ def update_link(run_dir: Path, name: str, target: Path) -> None:
         os.symlink(relative, new, target_is_directory=True)
     except (OSError, NotImplementedError):
         write_text_synced(new, relative + "\n")
+    if _is_folder(run_dir / name):
+        remove_link(run_dir, name)
     os.replace(new, run_dir / name)
     fsync_path(run_dir)
+
+
+def remove_link(run_dir: Path, name: str) -> None:
+    """Remove one of LINKS. A folder, which is what a copy of the run that follows links makes of
+    one, is renamed to NAME.copied: it may hold what is nowhere else.
+    """
+    link = run_dir / name
+    if _is_folder(link):
+        aside = _free_name(run_dir / f"{name}.copied")
+        os.rename(link, aside)
+        print(
+            f"note: {link} was a folder, as a copy of the run that follows links makes it; it is"
+            f" {aside} now (delete it when you no longer want it)",
+            flush=True,
+        )
+    else:
+        link.unlink(missing_ok=True)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def set_aside(path: Path) -> Path:

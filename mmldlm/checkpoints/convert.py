@@ -72,11 +72,10 @@ from mmldlm.checkpoints.output_folder import (
     check_links,
     check_target,
     copy_tokenizer_files,
-    model_folder,
     partial_path,
     write_atomically,
 )
-from mmldlm.checkpoints.to_checkpoint import copy_run, optimizer_for
+from mmldlm.checkpoints.to_checkpoint import copy_run, list_run_files, optimizer_for
 from mmldlm.config.renamed_keys import is_removed_weight
 from mmldlm.distributed.collectives import Ranks
 from mmldlm.errors import MmldlmError, UserError
@@ -96,7 +95,8 @@ class ConvertOptions:
         dtype: fp32, bf16, fp16 or keep. Of safetensors and model.pt the dtype of the parameters
             (None: fp32; keep: that of each tensor in the source, masters are fp32); buffers keep
             their dtype, integers always do. Of ZeRO that of the low-precision copy next to the
-            fp32 masters (None and keep: the source's).
+            fp32 masters (None and keep: the source's). Other targets round nothing, and take
+            none.
         force: Whether to replace an earlier conversion.
         allow_nonfinite: Whether to write NaN and infinite weights.
         on_bytes: Callback with the bytes written so far and in total.
@@ -195,18 +195,19 @@ def run_conversion(source: Path | str, out: Path | str, options: ConvertOptions)
             # 4. to 6.: tensors, comparison, small files.
             notes.extend(_write(opened, options, planned, folder, out.name))
 
-        # Tokenizer files and cards may come from anywhere; next to them the marker permits --force
-        # to replace the folder.
-        has_marker = options.to != "safetensors" or opened.checkpoint or model_folder(opened)
+        needed = planned.plan.nbytes + planned.plan.copied_bytes
+        if _stays_run(opened, options):
+            files = list_run_files(opened, planned.world_size)
+            needed += sum(entry["bytes"] for entry in files.values())
         world = {} if options.to == "safetensors" else {"world_size": planned.world_size}
         marker = {"to": options.to, **world, "from": _source_metadata(opened)}
         write_atomically(
             origin,
             out,
             options.force,
-            planned.plan.nbytes,
+            needed,
             write,
-            marker if has_marker else None,
+            marker,
             options.fsync,
         )
         infos = [info for info in weights.tensors.values() if not info.alias_of]
@@ -420,8 +421,8 @@ def _write(
         notes += copy_tokenizer_files(opened, dtype, out)
     if to == "safetensors" and not options.only:
         stored = "the types of the checkpoint" if options.dtype == "keep" else options.dtype
-        stored = f"{stored or 'fp32'}{', the moving average' if options.ema else ''}"
-        write_model_card(opened, out, name, planned.export.num_parameters, stored)
+        size = planned.export.num_parameters
+        write_model_card(opened, out, name, size, stored or "fp32", is_average=options.ema)
     if pending is not None:
         copy_run(opened, pending.path, planned.world_size)
         pending.commit(

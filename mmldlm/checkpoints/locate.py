@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mmldlm.checkpoints.files.file_io import read_json_object
 from mmldlm.checkpoints.manifest import LINKS, MANIFEST, Examination, examine, read_manifest
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error, join_some
@@ -20,28 +21,35 @@ from mmldlm.utils.run_files import CHECKPOINTS, LATEST
 if TYPE_CHECKING:
     from mmldlm.config.schema import Config
 
-_STEP = re.compile(r"step_(\d{8,})")
+_STEP = re.compile(r"step_\d{8,}")
+# A checkpoint while a commit puts another one of its step in its place.
+_REPLACED = ".replaced_"
+
+
+def replaced_path(final: Path) -> Path:
+    """Return where a commit keeps the checkpoint that it replaces, until the new one is there."""
+    return final.with_name(_REPLACED + final.name)
 
 
 def recover_interrupted_commit(run_dir: Path) -> None:
     """Restore a checkpoint that was renamed by a commit that crashed before its replacement was in
-    place.
+    place. Call it on one rank of the run: readers find the checkpoint where it is.
+
+    Raises:
+        OSError: it cannot be renamed; it may be the only one.
     """
-    for replaced in (run_dir / CHECKPOINTS).glob(".replaced_step_*"):
-        final = replaced.with_name(replaced.name.removeprefix(".replaced_"))
+    for replaced in (run_dir / CHECKPOINTS).glob(f"{_REPLACED}step_*"):
+        final = replaced.with_name(replaced.name.removeprefix(_REPLACED))
         if not os.path.lexists(final):
-            try:
-                os.rename(replaced, final)
-            except OSError:
-                # Another process has renamed it, or the run is read-only.
-                pass
+            os.rename(replaced, final)
 
 
 def read_link(run_dir: Path, name: str = LATEST) -> Path | None:
     """Return the folder that one of LINKS in a run names, existing or not; None without the link.
 
     A text file that names anything but a folder inside the run yields its own path, which is not a
-    folder.
+    folder. A copied link (see is_copied_link) yields the newest checkpoint if it is `latest`, or
+    else that of the step in its manifest; its own path where the run has no such checkpoint.
     """
     link = run_dir / name
     if link.is_symlink():
@@ -51,12 +59,26 @@ def read_link(run_dir: Path, name: str = LATEST) -> Path | None:
             return path_inside(run_dir, read_bytes(link, 1 << 16).decode(errors="replace").strip())
         except (OSError, ValueError):
             return link
+    if is_copied_link(link):
+        checkpoints = list_checkpoints(run_dir)
+        if name == LATEST:
+            return checkpoints[-1][1] if checkpoints else link
+        step = read_json_object(link / MANIFEST).get("step")
+        return next((path for number, path in checkpoints if number == step), link)
     return None
+
+
+def is_copied_link(path: Path) -> bool:
+    """Return whether one of LINKS is a folder: the copy of a checkpoint that scp -r, cp -rL and
+    clients of object stores make of a link, beside the checkpoints of the run.
+    """
+    is_named_so = path.name in LINKS and not path.is_symlink()
+    return is_named_so and (path / MANIFEST).is_file() and (path.parent / CHECKPOINTS).is_dir()
 
 
 def list_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
     """Return (step, folder) of every committed checkpoint of a run, oldest first, complete or
-    damaged.
+    damaged. One that is being replaced is listed where it is meanwhile.
 
     Raises:
         UserError: their folder cannot be read.
@@ -70,9 +92,18 @@ def list_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
         ):
             return []
         raise unreadable_error(run_dir, f"{parent}: {describe_os_error(error)}") from error
+    # The name of a step before it: what is in place counts.
+    listed = {name.removeprefix(_REPLACED): parent / name for name in sorted(names)}
     return sorted(
-        (int(match[1]), parent / name) for name in names if (match := _STEP.fullmatch(name))
+        (int(name.removeprefix("step_")), path)
+        for name, path in listed.items()
+        if _STEP.fullmatch(name)
     )
+
+
+def is_of_run(checkpoint: Path, run_dir: Path) -> bool:
+    """Return whether a checkpoint is one of a run's, whose folder of checkpoints may be a link."""
+    return checkpoint.parent.resolve() == (run_dir / CHECKPOINTS).resolve()
 
 
 def holds_checkpoints(run_dir: Path | str) -> bool:
@@ -135,7 +166,6 @@ def find_latest_valid(
             one, and all checkpoints are missing.
     """
     run_dir = Path(run_dir)
-    recover_interrupted_commit(run_dir)
     steps = list_checkpoints(run_dir)
     if not steps and (latest := read_link(run_dir)) is not None:
         raise UserError(
@@ -207,18 +237,18 @@ def locate_checkpoint(path: Path | str) -> Path:
 def _locate(path: Path) -> Path:
     expected = f"a run, its `latest`, or a checkpoints/step_* folder at {path}"
     folder: Path | None = path
-    if path.name in LINKS and (path.is_symlink() or path.is_file()):
-        recover_interrupted_commit(path.parent)
+    if path.name in LINKS and (path.is_symlink() or path.is_file() or is_copied_link(path)):
         folder = read_link(path.parent, path.name)
     elif path.is_dir() and not (path / MANIFEST).exists() and not _STEP.fullmatch(path.name):
         run_dir = path.parent if path.name == CHECKPOINTS else path
-        recover_interrupted_commit(run_dir)
         folder = read_link(run_dir)
         if folder is None:
             steps = list_checkpoints(run_dir)
             if not steps:
                 raise UserError(expected, *_describe_other(path))
             folder = steps[-1][1]
+    if folder is not None and not os.path.lexists(folder) and replaced_path(folder).is_dir():
+        folder = replaced_path(folder)
     if folder is None or not folder.is_dir():
         if folder == path and path.exists():
             raise UserError(expected, *_describe_other(path))
@@ -234,7 +264,9 @@ def _locate(path: Path) -> Path:
             "check the path; training.resume=auto takes the newest complete checkpoint",
         )
     check_complete(folder, checksums=False)
-    return folder.resolve()
+    # The folder of checkpoints may be a link to another disk; the path through it names the run.
+    through_run = Path(os.path.abspath(folder))
+    return through_run if through_run.parent.name == CHECKPOINTS else folder.resolve()
 
 
 def _describe_other(path: Path) -> tuple[str, str]:

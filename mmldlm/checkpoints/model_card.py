@@ -27,7 +27,12 @@ _MAX_WORD = 120
 
 
 def write_model_card(
-    opened: OpenedCheckpoint, folder: Path, name: str, num_parameters: int, weights: str
+    opened: OpenedCheckpoint,
+    folder: Path,
+    name: str,
+    num_parameters: int,
+    dtype: str,
+    is_average: bool = False,
 ) -> None:
     """Write README.md of a converted checkpoint of mmldlm; nothing for other sources.
 
@@ -35,8 +40,10 @@ def write_model_card(
         folder: Folder that has the model's config.json.
         name: Name of the model.
         num_parameters: Number of its parameters.
-        weights: What the weights are, in words.
+        dtype: Dtype of its weights, in words.
+        is_average: Whether they are the moving average, which no run evaluates.
     """
+    weights = f"{dtype}, the moving average" if is_average else dtype
     if opened.checkpoint is None or not (folder / CONFIG_FILE).is_file():
         return
     config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
@@ -49,7 +56,7 @@ def write_model_card(
         "## Training",
         _table(_training(opened, config, weights)) + "\n\nAll settings are in `config.yaml`.",
         "## Quality",
-        _quality(opened),
+        _quality(opened, is_average),
         "## Limits",
         _limits(config),
     ]
@@ -132,8 +139,10 @@ def _images(image: Mapping[str, Any]) -> str:
     return f"{_words(image['size'])} pixels, as {_code(image.get('latents'))}"
 
 
-def _quality(opened: OpenedCheckpoint) -> str:
-    """Return the figures of the last evaluation up to the checkpoint's step."""
+def _quality(opened: OpenedCheckpoint, is_average: bool) -> str:
+    """Return the figures of the last evaluation up to the checkpoint's step, with whose they
+    are.
+    """
     figures = _last_evaluation(opened)
     measure = (
         "`mmldlm evaluate --checkpoint FOLDER --data STORE` measures texts and embeddings on"
@@ -143,8 +152,9 @@ def _quality(opened: OpenedCheckpoint) -> str:
         return f"The run has not evaluated this model. {measure}"
     step = figures.pop("step")
     rows = [(_code(name), f"{value:.4g}") for name, value in figures.items()]
+    whose = ", of the weights themselves and not of their average" if is_average else ""
     return (
-        f"On the validation split of its data, at step {step:,} of the training:\n\n"
+        f"On the validation split of its data, at step {step:,} of the training{whose}:\n\n"
         f"{_table(rows)}\n\n{measure}"
     )
 
@@ -152,7 +162,8 @@ def _quality(opened: OpenedCheckpoint) -> str:
 def _last_evaluation(opened: OpenedCheckpoint) -> dict[str, Any]:
     """Return the step and the finite figures of a record of eval_log.jsonl; {} without one."""
     assert opened.checkpoint is not None
-    checkpoint = opened.checkpoint.resolve()
+    # Not the path behind links: the folder of checkpoints may be one to another disk.
+    checkpoint = opened.checkpoint
     log = checkpoint.parent.parent / EVALUATIONS
     if checkpoint.parent.name != CHECKPOINTS or log.is_symlink() or opened.step is None:
         return {}

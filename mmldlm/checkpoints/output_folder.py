@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.files.file_io import open_regular_descriptor, read_json_object
+from mmldlm.checkpoints.formats.safetensors import SafetensorsFile
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint
 from mmldlm.checkpoints.manifest import (
     CONFIG_FILE,
@@ -33,7 +33,7 @@ from mmldlm.checkpoints.manifest import (
 from mmldlm.data import CODEC_FILES
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.atomic_files import fsync_path
-from mmldlm.utils.formatting import describe_os_error, explain_os_error, format_bytes
+from mmldlm.utils.formatting import describe_os_error, explain_os_error, format_bytes, join_some
 from mmldlm.utils.hub import MODEL_TYPE
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.paths import claimed_file
@@ -51,7 +51,8 @@ TOKENIZER_FILES = re.compile(
     rf"{_OF_TOKENIZER}|tokenizer|config\.json|config\.yaml|generation_config\.json"
     r"|(pre)?processor_config\.json|pca_basis\.npy|codebook\.npy"
 )
-# Files of a conversion: --force deletes only a folder without other files.
+# Files of a conversion of foreign weights that has no marker, as until 0.2.0: --force deletes only
+# a folder without other files.
 _OUTPUTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json|config\.yaml|tokenizer"
     r"|universal|latest_universal|pca_basis\.npy|codebook\.npy"
@@ -104,12 +105,13 @@ def check_target(origin: Path, out: Path, force: bool) -> None:
                 "give another folder, or --force to replace it",
             )
         check_replaceable(out)
+        check_replaceable(_replaced_path(out))
     check_replaceable(partial_path(out))
 
 
 def check_replaceable(path: Path) -> None:
-    """Raise UserError unless `path` does not exist or is a folder with nothing but a
-    conversion.
+    """Raise UserError unless `path` does not exist, or is an empty folder or one with nothing but
+    a conversion of mmldlm, of which the marker or the headers of the weights are the proof.
     """
     if not os.path.lexists(path):
         return
@@ -136,6 +138,27 @@ def check_replaceable(path: Path) -> None:
             ", ".join(others[:4]),
             "move it away or give another folder; it will not be deleted",
         )
+    if names and not is_marked and not _are_ours(path.glob("*.safetensors")):
+        raise UserError(
+            f"a folder that mmldlm convert made at {path}",
+            f"{join_some(sorted(names))}, which another program may have written: neither"
+            f" {CONVERSION_MARKER} nor a header of mmldlm in every file of weights",
+            "move it away or give another folder; it will not be deleted",
+        )
+
+
+def _are_ours(paths: Iterable[Path]) -> bool:
+    """Return whether there are files of weights, all of which say that a conversion wrote them."""
+    has_any = False
+    for path in paths:
+        has_any = True
+        try:
+            with contextlib.closing(SafetensorsFile(path)) as file:
+                if "mmldlm_version" not in file.metadata:
+                    return False
+        except (UserError, OSError):
+            return False
+    return has_any
 
 
 def check_space(parent: Path, needed: int) -> None:
@@ -162,7 +185,7 @@ def write_atomically(
     force: bool,
     needed: int,
     write: Callable[[Path], None],
-    marker: dict | None = None,
+    marker: dict,
     fsync: bool = True,
 ) -> None:
     """Call write(temporary folder) and rename the folder to `out` when it is complete. The caller
@@ -174,7 +197,7 @@ def write_atomically(
         force: Whether to replace `out` if it is a conversion.
         needed: Number of bytes that will be written.
         write: Function that fills the folder.
-        marker: Content of converted.json; None for no such file.
+        marker: Content of converted.json, which permits --force to replace the folder.
         fsync: Whether to flush the folder to the disk before it is renamed.
 
     Raises:
@@ -185,18 +208,21 @@ def write_atomically(
         _restore_replaced(out)
         check_target(origin, out, force)
         partial = partial_path(out)
-        # The leftovers of an interrupted conversion; check_target has verified that it is nothing
-        # else.
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove_leftover(partial)
+        if os.path.lexists(out):
+            _remove_leftover(_replaced_path(out))
         try:
             partial.mkdir()
         except OSError as error:
-            raise _unwritable(partial, error) from error
+            raise UserError(
+                "a writable output folder",
+                f"{partial}: {describe_os_error(error)}",
+                "give another folder",
+            ) from error
         identity = _identity(partial)
         try:
             check_space(out.parent, needed)
-            if marker is not None:
-                (partial / CONVERSION_MARKER).write_text(json.dumps(marker, indent=1) + "\n")
+            (partial / CONVERSION_MARKER).write_text(json.dumps(marker, indent=1) + "\n")
             write(partial)
             if fsync:
                 flush(partial)
@@ -228,23 +254,28 @@ def _identity(path: Path) -> tuple[int, int] | None:
     return status.st_dev, status.st_ino
 
 
-def _unwritable(path: Path, error: OSError) -> UserError:
-    # The "File exists" of mkdir would not say that a folder was needed.
-    reason = (
-        os.strerror(errno.ENOTDIR)
-        if isinstance(error, FileExistsError)
-        else describe_os_error(error)
-    )
-    return UserError("a writable output folder", f"{path}: {reason}", "give another folder")
+def _remove_leftover(path: Path) -> None:
+    """Delete what an earlier conversion left under a temporary name; check_target has verified
+    that it is nothing else.
+
+    Raises:
+        UserError: it cannot be deleted.
+    """
+    if os.path.lexists(path):
+        try:
+            shutil.rmtree(path)
+        except OSError as error:
+            raise UserError(
+                f"to delete {path}, which an earlier conversion left",
+                f"{error.filename or path}: {describe_os_error(error)}",
+                "delete it, or give another folder",
+            ) from error
 
 
 def _publish(out: Path, fsync: bool) -> None:
     """Rename the partial folder; if that fails, `out` is unchanged."""
     partial, replaced = partial_path(out), _replaced_path(out)
     is_replacement = os.path.lexists(out)
-    if is_replacement:
-        check_replaceable(replaced)
-        shutil.rmtree(replaced, ignore_errors=True)
     try:
         if is_replacement:
             os.rename(out, replaced)
@@ -502,22 +533,19 @@ def model_folder(opened: OpenedCheckpoint) -> Path | None:
     if opened.checkpoint is not None:
         return None
     path = opened.weights.path
+    is_weights = opened.weights.engine in ("safetensors", "model.pt")
+    if is_weights and path.is_dir():
+        return path if os.path.lexists(path / CONFIG_FILE) else None
+    # The config beside a single file, or around a checkpoint, may be of something else.
     folder = path if path.is_dir() else path.parent
-    if opened.weights.engine in ("safetensors", "model.pt"):
-        return folder if os.path.lexists(folder / CONFIG_FILE) else None
-    return next(
-        (
-            candidate
-            for candidate in (folder, folder.parent)
-            if _is_model_config(candidate / CONFIG_FILE)
-        ),
-        None,
-    )
+    candidates = (folder,) if is_weights else (folder, folder.parent)
+    return next((place for place in candidates if _is_model_config(place / CONFIG_FILE)), None)
 
 
 def _is_model_config(path: Path) -> bool:
     config = read_json_object(path)
-    return any(key in config for key in ("model_type", "architectures", "architecture"))
+    keys = ("model_type", "architectures", "architecture", "_class_name")
+    return any(key in config for key in keys)
 
 
 def _copy_config(

@@ -13,11 +13,12 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from mmldlm.checkpoints.commit import set_aside, update_link
+from mmldlm.checkpoints.commit import remove_link, set_aside, update_link
 from mmldlm.checkpoints.locate import (
     is_rollback_candidate,
     list_checkpoints,
     read_link,
+    recover_interrupted_commit,
     unreadable_error,
 )
 from mmldlm.checkpoints.manifest import LINKS, examine, read_manifest
@@ -42,6 +43,7 @@ def set_aside_after(run_dir: Path | str, step: int) -> list[Path]:
         UserError: one of them cannot be read; none is renamed.
     """
     run_dir = Path(run_dir)
+    recover_interrupted_commit(run_dir)
     steps = list_checkpoints(run_dir)
     later = [path for saved_step, path in steps if saved_step > step]
     remaining = [path for saved_step, path in steps if saved_step <= step]
@@ -49,13 +51,13 @@ def set_aside_after(run_dir: Path | str, step: int) -> list[Path]:
         if unreadable := examine(path, checksums=False).unreadable:
             raise unreadable_error(run_dir, unreadable[0])
     if read_link(run_dir, LAST_BEST) in later:
-        (run_dir / LAST_BEST).unlink()
+        remove_link(run_dir, LAST_BEST)
     # `latest` moves first, so that it exists after a crash in between.
     if later and remaining:
         update_link(run_dir, LATEST, remaining[-1])
     elif later:
         # The run resumed from another run and has no checkpoint of its own.
-        (run_dir / LATEST).unlink(missing_ok=True)
+        remove_link(run_dir, LATEST)
     return [set_aside(path) for path in later]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from mmldlm.checkpoints.files.torch_file import corrupt_file_error
 from mmldlm.checkpoints.formats import registry
+from mmldlm.checkpoints.formats.deepspeed_writer import model_files
 from mmldlm.checkpoints.formats.ema import list_ema_files
 from mmldlm.checkpoints.formats.export_plan import DTYPE_NAMES
 from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata
@@ -31,8 +32,10 @@ def optimizer_for(
         dtype: Dtype of the low-precision copy, as of ConvertOptions.
 
     Raises:
-        UserError: the source has no optimizer that the target can hold.
+        UserError: the source has no optimizer that the target can hold, or a dtype is given that
+            the target does not use.
     """
+    _check_dtype_is_used(opened, to, dtype)
     if to == "dcp" and opened.weights.unclassified:
         return None
     optimizer = registry.read_optimizer_metadata(opened)
@@ -46,6 +49,23 @@ def optimizer_for(
     if to == "universal":
         _check_universal(opened, optimizer)
     return optimizer
+
+
+def _check_dtype_is_used(opened: OpenedCheckpoint, to: str, dtype: str | None) -> None:
+    """Raise UserError for a dtype where no low-precision copy of the weights is written."""
+    if dtype in (None, "keep"):
+        return
+    if to in ("ddp", "fsdp", "dcp"):
+        reason = "which keeps every weight as the source has it, and masters in fp32"
+    elif to == "universal" and model_files(opened.weights):
+        reason = "which copies the model files of a ZeRO source as they are"
+    else:
+        return
+    raise UserError(
+        "--dtype for a target in which weights are rounded",
+        f"--dtype {dtype} --to {to}, {reason}",
+        "leave --dtype out; --to safetensors or model.pt writes weights of another dtype",
+    )
 
 
 def _check_universal(opened: OpenedCheckpoint, optimizer: OptimizerMetadata) -> None:
@@ -87,9 +107,28 @@ def _check_universal(opened: OpenedCheckpoint, optimizer: OptimizerMetadata) -> 
         )
 
 
+def list_run_files(opened: OpenedCheckpoint, world: int) -> dict[str, dict[str, int]]:
+    """Return name -> entry of the manifest of everything in an mmldlm checkpoint that no engine
+    wrote, and of the moving average, which fits any engine.
+    """
+    source = opened.checkpoint
+    assert source is not None
+    averages = {
+        path.relative_to(source).as_posix()
+        for path in list_ema_files(source / ENGINE_FOLDER).values()
+    }
+
+    def is_copied(name: str) -> bool:
+        match = _RNG.fullmatch(name)
+        is_of_engine = name.startswith(f"{ENGINE_FOLDER}/") and name not in averages
+        return not is_of_engine and (match is None or int(match[1]) < world)
+
+    listed = read_manifest(source)["files"]
+    return {name: entry for name, entry in listed.items() if is_copied(name)}
+
+
 def copy_run(opened: OpenedCheckpoint, folder: Path, world: int) -> None:
-    """Copy everything of an mmldlm checkpoint that no engine wrote, and the moving average, which
-    fits any engine.
+    """Copy the files of list_run_files.
 
     The copies are compared with the old manifest before the new one lists them.
 
@@ -98,19 +137,9 @@ def copy_run(opened: OpenedCheckpoint, folder: Path, world: int) -> None:
     """
     source = opened.checkpoint
     assert source is not None
-    listed = read_manifest(source)["files"]
-    averages = {
-        path.relative_to(source).as_posix()
-        for path in list_ema_files(source / ENGINE_FOLDER).values()
-    }
-    for name in listed:
-        match = _RNG.fullmatch(name)
-        if (name.startswith(f"{ENGINE_FOLDER}/") and name not in averages) or (
-            match and int(match[1]) >= world
-        ):
-            continue
+    for name, entry in list_run_files(opened, world).items():
         copy_file(source, source / name, folder / name)
-        if describe_file(folder / name)["crc32"] != listed[name]["crc32"]:
+        if describe_file(folder / name)["crc32"] != entry["crc32"]:
             raise corrupt_file_error(
                 source / name,
                 "it has changed since it was saved (its CRC-32 is not the manifest's)",

@@ -56,9 +56,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=list(DTYPE_NAMES),
         help=(
-            "dtype of the written parameters; buffers and integers keep theirs (default fp32). For"
-            " zero1, zero2, zero3 and universal: of the low-precision copy next to the fp32"
-            " masters (default: the source's)"
+            "of safetensors and model.pt: dtype of the written parameters; buffers and integers"
+            " keep theirs (default fp32). Of zero1, zero2, zero3, and of universal where the"
+            " source is no ZeRO checkpoint: of the low-precision copy next to the fp32 masters"
+            " (default: the source's). fsdp, ddp and dcp round nothing and take none"
         ),
     )
     add(

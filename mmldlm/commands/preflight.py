@@ -50,7 +50,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         help="launcher of the ranks (default %(default)s)",
     )
     add("--nproc", type=option_types.integer(1, 4096), metavar="N",
-        help="ranks on this machine, without a hostfile (default: its GPUs, or 1)")  # fmt: skip
+        help="ranks on this machine, without a hostfile (default: its GPUs, or 1; 1 for"
+             " engine.kind=single)")  # fmt: skip
     add("overrides", nargs="*", metavar="section.key=value", help="set single config keys")
     add = parser.add_argument_group("connections").add_argument
     add("--master_addr", "--master-addr", metavar="ADDRESS", help="address of the first node")

@@ -135,7 +135,7 @@ def _add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-documents",
         type=NUMBERS["max_documents"],
         metavar="N",
-        help="read only the first N texts of the corpus",
+        help="read only the first N texts of every corpus",
     )
 
 

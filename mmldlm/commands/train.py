@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nproc",
         type=option_types.integer(1, 4096),
         metavar="N",
-        help="ranks on this machine (default: its GPUs, or 1)",
+        help="ranks on this machine (default: its GPUs, or 1; 1 for engine.kind=single)",
     )
 
 
@@ -36,8 +36,9 @@ def main(args: argparse.Namespace) -> int:
     check_single_process("mmldlm train")
     import torch
 
-    nproc = args.nproc or max(torch.cuda.device_count(), 1)
     config = config_options.parse_config(args)
+    is_single = config.engine.kind == "single"
+    nproc = args.nproc or (1 if is_single else max(torch.cuda.device_count(), 1))
     # One process is warned of; several were meant for GPUs.
     if args.nproc is not None and args.nproc > 1 and (note := hidden_gpu_note()) is not None:
         raise UserError(
@@ -49,7 +50,7 @@ def main(args: argparse.Namespace) -> int:
     check_fp16(config, torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_fp16_supported())
     check_run(config, nproc)
     command = [TRAIN, *train_arguments(args)]
-    if config.engine.kind == "single":
+    if is_single:
         os.execv(sys.executable, [sys.executable, *command])
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

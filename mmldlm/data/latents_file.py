@@ -13,7 +13,7 @@ import numpy as np
 
 from mmldlm.data.arrays import map_array, read_npz_array
 from mmldlm.data.corpora.tables import read_vectors
-from mmldlm.data.corpora.text_corpus import open_corpus
+from mmldlm.data.corpora.text_corpus import check_text_field, open_corpus
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error
 
@@ -62,18 +62,20 @@ def find_rows(
         found = "a folder" if source.is_dir() else "no such file"
         raise UserError(f"the texts of --latents in one file at {source}", found, "check the path")
     latents, latents_per_text = _read_latents(latents_path, latents_field)
+    corpus = open_corpus(source, text_field)
+    check_text_field(text_field, [corpus])
     own: Counter = Counter()
     samples = [
         # Every record is counted before its text comes, so that the count is the row behind it.
         LatentRow(text, own["read"] - 1, latents)
-        for unit in open_corpus(source, text_field).units
+        for unit in corpus.units
         for text in unit.read(own)
     ]
     if own["read"] != len(latents):
         raise UserError(
             f"one latent for each of the {own['read']:,} texts in {source}, in their order",
             f"{len(latents):,} latents in {latents_path}",
-            "write one row for every text; blank lines of a .txt are no texts",
+            "write one row for every text; blank lines are no texts",
         )
     dropped = {key: count for key, count in own.items() if key.startswith("drop_")}
     counts.update({"read": sum(dropped.values()), **dropped})

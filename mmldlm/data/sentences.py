@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import re
 import unicodedata
+from collections.abc import Iterable, Sequence
 
 MAX_TEXT_BYTES = 16 << 20
 """Largest text and largest line of a file that is read; longer ones are damaged, hostile, or not
@@ -53,23 +54,60 @@ def hash64(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "big")
 
 
-_SENTENCE_END = re.compile(r"""[.!?]+["')\]\u201d\u2019]*\s+(?=["'(\[\u201c\u2018]*[A-Z0-9])""")
+# Marks that end a sentence where white space follows: also of Arabic, Urdu, Indic scripts,
+# Armenian and Ethiopic.
+_MARKS = ".!?\u061f\u06d4\u0964\u0965\u0589\u1362"
+# Those of Chinese and Japanese need no white space.
+_FULL_WIDTH = "\u3002\uff01\uff1f\uff61"
+_OPENING = "\"'(\\[\u201c\u2018\u201e\u201a\u00ab\u00bb\u00bf\u00a1\u300c\u300e\uff08\u300a"
+_CLOSING = "\"')\\]\u201d\u2019\u201c\u2018\u00ab\u00bb\u300d\u300f\uff09\u300b"
+# The group is the first character of the next sentence.
+_SENTENCE_END = re.compile(
+    rf"[{_MARKS}]+[{_CLOSING}]*\s+(?=[{_OPENING}]*(\S))"
+    rf"|[{_FULL_WIDTH}][{_FULL_WIDTH}.!?]*[{_CLOSING}]*\s*"
+)
+_ENDS_IN_FULL_WIDTH = re.compile(rf"[{_FULL_WIDTH}][{_FULL_WIDTH}.!?]*[{_CLOSING}]*$")
+# Models have learned latents of the pieces that this rule makes: another one would cut the texts
+# that they are given otherwise than those that they were trained on.
+_END_OF_A_PART = re.compile(r"""[.!?]+["')\]\u201d\u2019]*\s+(?=["'(\[\u201c\u2018]*[A-Z0-9])""")
 _ABBREVIATIONS = frozenset(
     "e.g i.e etc. cf vs viz al fig figs eq eqs sec secs ref refs no nos vol pp ed eds approx resp"
     " dept est mr mrs ms dr prof st jr sr inc ltd co corp gen col lt sgt rev hon u.s u.k a.m p.m"
-    " ph.d".split()
+    " ph.d г гг т.е т.к т.д т.п др пр см стр рис ул им акад проф св".split()
 )
 
 
 def split_sentences(text: str) -> list[str]:
     """Split one paragraph at sentence ends, but not inside abbreviations, initials and decimals.
 
-    A break needs . ! or ? (and closing quotes), white space, and a capital or digit after it. A
-    known abbreviation or a single capital letter (an initial) before the period prevents it. Only
-    white space is lost.
+    A break needs . ! ? or another script's mark (and closing quotes), white space, and a digit or
+    a capital after it, or a letter of a script without capitals. A full stop of Chinese or
+    Japanese needs nothing after it. A known abbreviation or a single capital letter (an initial)
+    before the period prevents it. Only white space is lost.
     """
+    ends = _SENTENCE_END.finditer(text)
+    return _split_at(text, (end for end in ends if end[1] is None or _begins_sentence(end[1])))
+
+
+def _begins_sentence(char: str) -> bool:
+    """Whether a sentence may begin with a character; letters without capitals are their own title
+    case.
+    """
+    return char.isdecimal() or (char.isalpha() and char == char.title())
+
+
+def join_sentences(sentences: Sequence[str]) -> str:
+    """Join sentences of `split_sentences` by spaces, but not where Chinese and Japanese have
+    none.
+    """
+    spaced = (each if _ENDS_IN_FULL_WIDTH.search(each) else f"{each} " for each in sentences)
+    return "".join(spaced).rstrip()
+
+
+def _split_at(text: str, ends: Iterable[re.Match[str]]) -> list[str]:
+    """Split a text behind the ends of sentences, if no abbreviation or initial is before them."""
     sentences, start = [], 0
-    for match in _SENTENCE_END.finditer(text):
+    for match in ends:
         word = text[start : match.start()].rsplit(None, 1)[-1:] or [""]
         bare = word[0].lstrip("\"'([").lower()
         ends_in_period = text[match.start()] == "."
@@ -98,7 +136,7 @@ def split_into_parts(text: str, count: int) -> list[str] | None:
         return [text]
     if sum(map(len, text.split())) < count:
         return None
-    parts = split_sentences(text)
+    parts = _split_at(text, _END_OF_A_PART.finditer(text))
     if len(parts) <= count:
         while len(parts) < count:
             longest = max(range(len(parts)), key=lambda i: (len(parts[i]), -i))

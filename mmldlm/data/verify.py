@@ -14,6 +14,7 @@ import numpy as np
 
 from mmldlm.data.codebook import check_ids
 from mmldlm.data.image_codec import ImageCodec, max_image_norm
+from mmldlm.data.prepare.select import caption_hashes
 from mmldlm.data.prepare.tokenize import token_ids
 from mmldlm.data.sentences import content_hash, hash64
 from mmldlm.data.store import (
@@ -363,7 +364,7 @@ def examine_images(store: Store, checks: dict[str, list[str]]) -> ImageFindings:
     if groups is None:
         checks["shape"].append(f"{where}: no groups.npy, expected {len(store)} of int64")
         return ImageFindings(pixels)
-    captions = np.array([content_hash(store.text(row)) for row in range(len(store))], np.uint64)
+    captions = caption_hashes([store.text(row) for row in range(len(store))])
     repeated = len(store) - len(np.unique(np.stack([hashes, captions]), axis=1).T)
     if (
         repeated

@@ -59,11 +59,11 @@ def assess(
 ) -> Health:
     """Assess the newest `window` steps in comparison with those before them.
 
-    Problems are: no step yet; no step for `stall_seconds` (None: 20 usual steps, at least 2
-    minutes) in an unfinished run; a non-finite loss or gradient norm in an applied step of the
-    window; more than 5 % of the window skipped, or of its samples bad; a median gradient norm 10
-    times, or loss 1.5 times, its earlier value; unreadable lines; failed saves since the last
-    successful one; an exit code other than 0 and 5.
+    Problems are: no step yet; neither a step nor a start or resume for `stall_seconds` (None: 20
+    usual steps, at least 2 minutes) in an unfinished run; a non-finite loss or gradient norm in an
+    applied step of the window; more than 5 % of the window skipped, or of its samples bad; a
+    median gradient norm 10 times, or loss 1.5 times, its earlier value; unreadable lines; failed
+    saves since the last successful one; an exit code other than 0 and 5.
 
     Args:
         records: Step records, at least 2 * window + 1, or all.
@@ -95,7 +95,7 @@ def assess(
             f"  excluded after a rollback: {len(excluded)} steps since, up to {reached}"
         )
     _assess_samples(recent, earlier, health)
-    _assess_pace([*recent, *excluded], now, stall_seconds, health)
+    _assess_pace([*recent, *excluded], events, now, stall_seconds, health)
     return health
 
 
@@ -191,22 +191,33 @@ def _failed_saves(events: Sequence[dict]) -> list[str]:
 
 
 def _assess_pace(
-    recent: Sequence[dict], now: datetime, limit: float | None, health: Health
+    recent: Sequence[dict],
+    events: Sequence[dict],
+    now: datetime,
+    limit: float | None,
+    health: Health,
 ) -> None:
-    times = [datetime.fromisoformat(record["time"]) for record in recent if "time" in record]
+    times = _times(recent)
     if not times:
         return
     if limit is None:
         intervals = [(b - a).total_seconds() for a, b in zip(times, times[1:])]
         limit = max(120.0, 20 * median(intervals)) if intervals else 600.0
-    idle = max(0.0, (now - times[-1]).total_seconds())
+    since_step = max(0.0, (now - times[-1]).total_seconds())
     health.messages.append(
-        "  finished" if health.finished else f"  last step {format_duration(idle)} ago"
+        "  finished" if health.finished else f"  last step {format_duration(since_step)} ago"
     )
+    # A run that was just taken up has not had the time for a step.
+    starts = _times([event for event in events if event["event"] in ("start", "resume")])
+    idle = (now - max([times[-1], *starts])).total_seconds()
     if not health.finished and idle > limit:
         health.problems.append(
             f"STALLED: no step for {format_duration(idle)} (limit {format_duration(limit)})"
         )
+
+
+def _times(records: Sequence[dict]) -> list[datetime]:
+    return [datetime.fromisoformat(record["time"]) for record in records if "time" in record]
 
 
 def _median(records: Sequence[dict[str, Any]], key: str) -> float | None:
@@ -233,23 +244,26 @@ def _total_steps(run_dir: Path) -> int | None:
     return total if type(total) is int else None
 
 
-def _now_of_the_run(tail: LogTail) -> datetime:
-    """Return the present time by the clock of the run's host: that of the last record, and the age
-    of the log.
+def _now_of_the_run(*tails: LogTail) -> datetime:
+    """Return the present time by the clock of the run's host: that of the last record of a log,
+    and the age of the log.
 
     The age is taken from one clock, that of the file system: between the log's last change and a
-    file written now.
+    file written now. A log that changed after its last record, as one that a resume cut, gives an
+    earlier time; the latest counts.
     """
-    last = tail.records[-1].get("time") if tail.records else None
-    if last is None:
-        return datetime.now(UTC)
-    changed, present = tail.path.stat().st_mtime, time.time()
+    present = time.time()
     with (
         contextlib.suppress(OSError),
-        tempfile.NamedTemporaryFile(dir=tail.path.parent, prefix=".clock_") as probe,
+        tempfile.NamedTemporaryFile(dir=tails[0].path.parent, prefix=".clock_") as probe,
     ):
         present = os.stat(probe.name).st_mtime
-    return datetime.fromisoformat(last) + timedelta(seconds=max(present - changed, 0))
+    times = [
+        last + timedelta(seconds=max(present - tail.path.stat().st_mtime, 0))
+        for tail in tails
+        for last in _times(tail.records)[-1:]
+    ]
+    return max(times, default=datetime.now(UTC))
 
 
 def follow(
@@ -273,7 +287,7 @@ def follow(
     try:
         while True:
             num_new = tail.read() + (events.read() if events.path.is_file() else 0)
-            now = _now_of_the_run(tail)
+            now = _now_of_the_run(tail, events)
             health = assess(
                 list(tail.records),
                 now,

@@ -77,19 +77,6 @@ def find_log(run_dir: str | Path, name: str) -> Path:
     return path
 
 
-def load_steps(run_dir: str | Path, name: str = STEPS) -> list[dict[str, Any]]:
-    """Return the step records of a run's log, sorted by step.
-
-    Raises:
-        UserError: no log, or a log without a step.
-    """
-    path = find_log(run_dir, name)
-    steps = [record for record in iterate_records(path) if is_step(record)]
-    if not steps:
-        raise _no_step(path)
-    return sorted(steps, key=lambda record: record["step"])
-
-
 def require_steps(run_dir: str | Path) -> None:
     """Check that a run's log has a step.
 
@@ -99,6 +86,13 @@ def require_steps(run_dir: str | Path) -> None:
     path = find_log(run_dir, STEPS)
     if not any(map(is_step, iterate_records(path))):
         raise _no_step(path)
+
+
+def _load_evaluations(run_dir: str | Path) -> list[dict[str, Any]]:
+    """Return the records of a run's evaluations, sorted by step; none before the first."""
+    path = Path(run_dir) / EVALUATIONS
+    records = filter(is_step, iterate_records(path)) if path.is_file() else ()
+    return sorted(records, key=lambda record: record["step"])
 
 
 def _no_step(path: Path) -> UserError:
@@ -210,15 +204,11 @@ def plot_run(run_dir: str | Path, out: str | Path | None = None, log_scale: bool
     curves = loss_curves(run_dir)
     keys = ["loss", *(curve.name for curve in curves), "grad_norm", "lr"]
     points = load_points(run_dir, keys)
-    eval_log = Path(run_dir) / EVALUATIONS  # empty until the first evaluation
-    evals = (
-        load_steps(run_dir, EVALUATIONS) if eval_log.is_file() and eval_log.stat().st_size else []
-    )
     path = plot_path(run_dir, out)
 
     figure = new_figure(9, 7)
     axes = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1.3, 1.3))
-    _draw_losses(axes[0], points, evals, curves, log_scale)
+    _draw_losses(axes[0], points, _load_evaluations(run_dir), curves, log_scale)
     axes[0].set_title(Path(run_dir).resolve().name)
     for axis, key, label in (
         (axes[1], "grad_norm", "gradient norm"),

@@ -157,7 +157,8 @@ def collect_facts(context: Context) -> None:
     collect_head(context)
     if context.nodes and context.nodes[0].slots == 0:
         gpus = (context.head_value("gpus") or {}).get("gpus") or ()
-        context.nodes = [Node("localhost", len(gpus) or 1)]
+        is_single = context.config is not None and context.config.engine.kind == "single"
+        context.nodes = [Node("localhost", 1 if is_single else len(gpus) or 1)]
     level, options = context.level, context.options
     with contextlib.ExitStack() as stack:
         with config.data_probe(context):

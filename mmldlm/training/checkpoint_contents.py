@@ -4,6 +4,7 @@ written.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable
@@ -296,6 +297,10 @@ class CheckpointSearch:
         return self._search(lambda: self._latest(_warn, for_rollback=True, below=below))
 
     def _search(self, find: Callable[[], Path | None]) -> Path | None:
+        if self.run.is_main:
+            # One that cannot be restored now is found where it is.
+            with contextlib.suppress(OSError):
+                locate.recover_interrupted_commit(self.run.folder.path)
         search = BackgroundTask(find, self.engine.device) if self.run.is_main else None
         self._wait(
             lambda: search is not None and search.is_running(),
@@ -308,7 +313,7 @@ class CheckpointSearch:
 
     def _latest(self, on_damaged: Callable[[str], None], **options: Any) -> Path | None:
         path = locate.find_latest_valid(self.run.folder.path, on_damaged, **options)
-        return None if path is None else path.resolve()
+        return None if path is None else path.absolute()
 
     def _newest(self) -> Path | None:
         damaged: list[str] = []

@@ -151,7 +151,7 @@ class Checkpointer:
         )
         self.load(checkpoint)
         # Among checkpoints of this run, a rollback chooses itself.
-        if not checkpoint.is_relative_to(self.run_dir.resolve()):
+        if not locate.is_of_run(checkpoint, self.run_dir):
             self._source = checkpoint
         notes += describe_rate_jump(checkpoint, self.config, self.state)
         notes += self.set_aside_newer()  # with resume=auto: damaged ones

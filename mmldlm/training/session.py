@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from mmldlm.checkpoints.init_from import InitReport, init_weights
-from mmldlm.checkpoints.locate import list_checkpoints, locate_checkpoint
+from mmldlm.checkpoints.locate import is_of_run, list_checkpoints, locate_checkpoint
 from mmldlm.config.schema import Config
 from mmldlm.config.section import Section
 from mmldlm.data.batch import Batch
@@ -350,7 +350,7 @@ def check_run(config: Config, world_size: int) -> RunData:
     check_earlier_name(config)
     if config.training.resume not in (None, "auto"):
         source, run_dir = locate_checkpoint(config.training.resume), config.run_dir()
-        if list_checkpoints(run_dir) and not source.is_relative_to(run_dir.resolve()):
+        if list_checkpoints(run_dir) and not is_of_run(source, run_dir):
             raise UserError(
                 f"a new folder for a run that begins with {source}",
                 f"{run_dir} holds checkpoints of its own",

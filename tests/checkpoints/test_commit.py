@@ -20,6 +20,7 @@ from mmldlm.checkpoints.commit import CommitFailed, begin, owner_of
 from mmldlm.checkpoints.locate import (
     find_latest_valid,
     holds_checkpoints,
+    is_of_run,
     list_checkpoints,
     locate_checkpoint,
     read_link,
@@ -691,3 +692,100 @@ def test_stale_partials_are_cleared(tmp_path):
     (stale / "half.pt").write_text("half")
     save(tmp_path, 10)
     assert not stale.exists()
+    # What NFS once kept, under the name it was then given.
+    stale.with_name(f".stale{stale.name}").mkdir()
+    save(tmp_path, 11)
+    assert not list((tmp_path / "checkpoints").glob(".*"))
+
+
+# -- a run that was copied, or lies on two disks --------------------------------------------------
+
+
+@pytest.fixture
+def copied_run(tmp_path):
+    """A copy whose links became folders, as scp -r, cp -rL and clients of object stores make."""
+    for step in (1, 2):
+        save(tmp_path / "run", step)
+    commit_module.update_link(
+        tmp_path / "run", "last_best", tmp_path / "run" / "checkpoints" / "step_00000001"
+    )
+    shutil.copytree(tmp_path / "run", tmp_path / "copy", symlinks=False)
+    return tmp_path / "copy"
+
+
+def test_links_that_a_copy_made_folders_are_links_again(copied_run, capsys):
+    assert locate_checkpoint(copied_run / "latest").parts[-2:] == ("checkpoints", "step_00000002")
+    # The best one stays known, and is not pruned.
+    assert locate_checkpoint(copied_run / "last_best").parts[-2:] == (
+        "checkpoints",
+        "step_00000001",
+    )
+    save(copied_run, 3)
+    assert (copied_run / "latest").is_symlink() and read_link(copied_run).name == "step_00000003"
+    assert (
+        verify(copied_run / "latest.copied") == [] and "latest.copied" in capsys.readouterr().out
+    )
+    prune(copied_run, keep_last=1)
+    assert [step for step, _ in list_checkpoints(copied_run)] == [1, 3]
+
+
+def test_what_follows_a_copied_link_takes_the_newest(copied_run):
+    shutil.copytree(
+        copied_run / "checkpoints" / "step_00000002", copied_run / "checkpoints" / "step_00000003"
+    )
+    assert locate_checkpoint(copied_run / "latest").name == "step_00000003"
+    assert locate_checkpoint(copied_run).name == "step_00000003"
+
+
+def test_copied_links_to_abandoned_checkpoints_are_set_aside(copied_run):
+    set_aside_after(copied_run, 0)
+    assert not holds_checkpoints(copied_run)
+    assert (copied_run / "latest.copied").is_dir() and (copied_run / "last_best.copied").is_dir()
+
+
+def test_the_folder_of_checkpoints_may_be_a_link(tmp_path):
+    run, scratch = tmp_path / "run", tmp_path / "scratch" / "of_run"
+    scratch.mkdir(parents=True)
+    run.mkdir()
+    (run / "checkpoints").symlink_to(scratch)
+    save(run, 1)
+    for spelling in (run, run / "latest", run / "checkpoints", run / "checkpoints/step_00000001"):
+        located = locate_checkpoint(spelling)
+        assert located == run / "checkpoints" / "step_00000001" and is_of_run(located, run)
+    assert is_of_run(scratch / "step_00000001", run) and not is_of_run(scratch, run)
+
+
+# -- a commit that stopped between its renames ----------------------------------------------------
+
+
+@pytest.fixture
+def interrupted_run(tmp_path):
+    save(tmp_path, 1)
+    final = save(tmp_path, 2, "only copy")
+    os.rename(final, final.with_name(f".replaced_{final.name}"))
+    return tmp_path
+
+
+def test_a_reader_takes_the_replaced_one_where_it_is(interrupted_run):
+    before = sorted(os.listdir(interrupted_run / "checkpoints"))
+    for found in (
+        find_latest_valid(interrupted_run),
+        *(locate_checkpoint(interrupted_run / name) for name in ("", "latest")),
+        locate_checkpoint(interrupted_run / "checkpoints" / "step_00000002"),
+    ):
+        assert content_of(found) == "only copy"
+    assert [step for step, _ in list_checkpoints(interrupted_run)] == [1, 2]
+    assert sorted(os.listdir(interrupted_run / "checkpoints")) == before
+    save(interrupted_run, 3)
+    assert content_of(interrupted_run / "checkpoints" / "step_00000002") == "only copy"
+
+
+def test_the_only_copy_is_not_deleted_where_it_cannot_be_restored(interrupted_run, monkeypatch):
+    def refused(source, target):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(source))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refused)
+        with pytest.raises(CommitFailed, match="replaced_step_00000002"):
+            save(interrupted_run, 3)
+    assert content_of(locate_checkpoint(interrupted_run)) == "only copy"

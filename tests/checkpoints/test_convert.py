@@ -140,6 +140,18 @@ def test_a_run_becomes_a_model_folder(zero_dir, tmp_path, spelling):
     assert metadata["step"] == "7" and len(metadata["source_manifest_sha256"]) == 64
 
 
+@pytest.mark.parametrize("name", ["latest", "last_best"])
+def test_a_link_of_another_program_is_what_it_leads_to(tmp_path, name):
+    step = tmp_path / "checkpoints" / "step_00000100"
+    step.mkdir(parents=True)
+    torch.save({"w": torch.ones(2, 3)}, step / "model.pt")
+    (tmp_path / name).symlink_to(step)
+    assert convert(tmp_path / name, tmp_path / "out").num_parameters == 6
+    (tmp_path / "file" / name).parent.mkdir()
+    (tmp_path / "file" / name).symlink_to(step / "model.pt")
+    assert convert(tmp_path / "file" / name, tmp_path / "of_file").num_parameters == 6
+
+
 def test_a_file_of_another_save_in_a_run(zero_dir, tmp_path):
     """Same sizes, same rank, same names; for ZeRO-3 only the manifest can tell when all ranks
     agree.
@@ -259,6 +271,58 @@ def test_existing_output(zero_dir, tmp_path):
     assert (out / "thesis.tex").exists()
 
 
+@pytest.mark.parametrize("name", ["out", "out.partial", "out.replaced"])
+def test_a_model_of_another_program_is_never_deleted(zero_dir, tmp_path, name):
+    if name == "out.replaced":
+        convert(zero_dir / "z2_bf16", tmp_path / "out")
+    folder = tmp_path / name
+    folder.mkdir()
+    # As save_pretrained writes it.
+    header = (
+        b'{"__metadata__":{"format":"pt"},"w":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    )
+    weights = len(header).to_bytes(8, "little") + header + b"w"
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="another program may have written"):
+        convert(zero_dir / "z2_bf16", tmp_path / "out", force=True)
+    assert (folder / "model.safetensors").read_bytes() == weights
+    for path in list(folder.iterdir()):
+        path.unlink()
+    convert(zero_dir / "z2_bf16", tmp_path / "out", force=True)
+
+
+def test_a_conversion_without_a_marker_is_known_by_its_header(zero_dir, tmp_path):
+    """As earlier versions wrote those of foreign weights."""
+    convert(zero_dir / "z2_bf16", tmp_path / "out")
+    (tmp_path / "out" / "converted.json").unlink()
+    convert(zero_dir / "z2_later", tmp_path / "out", force=True)
+
+
+@pytest.mark.parametrize("name", ["out.partial", "out.replaced"])
+def test_a_leftover_that_cannot_be_deleted_is_named_before_the_work(
+    zero_dir, tmp_path, monkeypatch, name
+):
+    convert(zero_dir / "z2_bf16", tmp_path / "out")
+    shutil.copytree(tmp_path / "out", tmp_path / name)
+
+    def refused(path, **more):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(shutil, "rmtree", refused)
+    monkeypatch.setattr(os, "pwrite", refused)
+    with pytest.raises(UserError, match=f"to delete .*{name}(?s:.*)Permission denied"):
+        convert(zero_dir / "z2_later", tmp_path / "out", force=True)
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"out_dir": "/home/me/runs", "lr": 0.1}', "not JSON"])
+def test_a_config_of_something_else_beside_a_file_is_left_alone(tmp_path, content):
+    torch.save({"w": torch.ones(2, 3)}, tmp_path / "weights.pt")
+    (tmp_path / "config.json").write_text(content)
+    convert(tmp_path / "weights.pt", tmp_path / "out")
+    assert not (tmp_path / "out" / "config.json").exists()
+
+
 def test_output_inside_the_checkpoint(zero_dir, tmp_path):
     run_dir = run_of(tmp_path / "run", zero_dir / "z2_bf16")
     step = run_dir / "checkpoints" / "step_00000007"
@@ -350,6 +414,7 @@ def test_interrupted_conversion_starts_clean(zero_dir, tmp_path):
     partial = tmp_path / "out.partial"
     partial.mkdir()
     (partial / "model.safetensors").write_text("half")
+    (partial / "converted.json").write_text("{}")
     convert(zero_dir / "z2_bf16", tmp_path / "out")
     assert not partial.exists()
 

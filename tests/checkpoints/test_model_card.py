@@ -18,11 +18,13 @@ CONFIG = {
 }
 
 
-def run_of(folder, config, evaluations=None, run_config=""):
+def run_of(folder, config, evaluations=None, run_config="", average=None):
     """A run with one committed checkpoint of six weights at step 7."""
     pending = begin(folder, 7)
     (pending.path / "engine").mkdir()
     torch.save({"w": torch.ones(2, 3)}, pending.path / "engine" / "model.pt")
+    if average is not None:
+        torch.save(average, pending.path / "engine" / "ema_rank0.pt")
     (pending.path / "model_config.json").write_text(json.dumps(config))
     (pending.path / "config.yaml").write_text(run_config)
     (pending.path / "training_state.json").write_text('{"num_samples": 500, "global_batch": 32}')
@@ -63,6 +65,20 @@ def test_a_card_has_the_figures_of_its_run(tmp_path):
         assert text in card, card
     # A mode without training has no call, and a figure that is not a number no row.
     assert "model.encode(" not in card and "`bad`" not in card and "0.00" not in card
+
+
+def test_the_folder_of_checkpoints_may_be_a_link(tmp_path):
+    run = run_of(tmp_path / "run", CONFIG, '{"step": 7, "l2t_nelbo": 2.5}\n')
+    (run / "checkpoints").rename(tmp_path / "scratch")
+    (run / "checkpoints").symlink_to(tmp_path / "scratch")
+    assert "| `l2t_nelbo` | 2.5 |" in card_of(run)
+
+
+def test_figures_of_the_weights_are_not_given_as_those_of_their_average(tmp_path):
+    average = {"w": {"start": 0, "shape": (2, 3), "values": torch.zeros(6)}}
+    run = run_of(tmp_path / "run", CONFIG, '{"step": 7, "l2t_nelbo": 2.5}\n', average=average)
+    assert "not of their average" in card_of(run, ema=True)
+    assert "not of their average" not in card_of(run, "weights")
 
 
 def test_a_run_without_an_evaluation_says_so(tmp_path):

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mmldlm.checkpoints import output_folder
 from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.convert import convert_state
 from mmldlm.checkpoints.formats.open import open_source
@@ -485,13 +486,10 @@ def test_a_step_count_or_dtype_of_another_kind(tmp_path, change):
 
 
 def test_a_full_disk_leaves_nothing(zero_dir, tmp_path, monkeypatch):
-    from mmldlm.checkpoints import output_folder
-    from mmldlm.checkpoints.files import file_io as output_file
-
-    def full(fd: int, size: int) -> None:
+    def full(*args) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(output_file, "preallocate", full)
+    monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(MmldlmError, match="No space left"):
         convert_state(zero_dir / "z2_bf16", tmp_path / "out", "zero3", 4)
     monkeypatch.undo()
@@ -527,6 +525,21 @@ def test_force_replaces_a_conversion_and_no_training(zero_dir, fsdp_dir, tmp_pat
             convert_state(zero_dir / "z2_bf16", precious, "zero2", force=True)
 
 
+@pytest.mark.parametrize("to", ["universal", "ddp"])
+def test_the_space_of_copied_files_is_checked_too(zero_dir, tmp_path, monkeypatch, to):
+    (tmp_path / "engine").mkdir()
+    shutil.copytree(zero_dir / "z2_bf16" / "zero", tmp_path / "engine" / "zero")
+    run = run_of(tmp_path / "run", tmp_path / "engine", {"applied_steps": 3})
+    needed = []
+    monkeypatch.setattr(output_folder, "check_space", lambda parent, size: needed.append(size))
+    convert_state(run, tmp_path / "out", to)
+    step = tmp_path / "out" / "checkpoints" / "step_00000007"
+    written = {path: path.stat().st_size for path in step.rglob("*") if path.is_file()}
+    # What no plan has: the manifest, and small records of the optimizer.
+    others = {"manifest.json", "optimizer_state.pt", "latest_universal", "step.pt", "deepspeed.pt"}
+    assert needed == [sum(size for path, size in written.items() if path.name not in others)]
+
+
 def test_dry_run_tells_the_files_and_reads_the_moments(zero_copy, tmp_path, capsys):
     folder = zero_copy("z3_bf16")
     before = sorted(tmp_path.rglob("*"))
@@ -552,6 +565,10 @@ def test_dry_run_tells_the_files_and_reads_the_moments(zero_copy, tmp_path, caps
         ("--to", "zero3", "--ema"),
         ("--to", "zero3", "--shard-size", "1GB"),
         ("--to", "ddp", "--world", "2"),
+        ("--to", "ddp", "--dtype", "bf16"),
+        ("--to", "fsdp", "--dtype", "fp16"),
+        ("--to", "dcp", "--dtype", "fp32"),
+        ("--to", "universal", "--dtype", "fp16"),
         ("--world", "2"),
         ("--to", "zero3", "--world", "0"),
         ("--to", "zero2", "--sub-group-size", "1000"),

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from mmldlm.data.sentences import content_hash, normalize, split_into_parts, split_sentences
+from mmldlm.data.sentences import (
+    content_hash,
+    join_sentences,
+    normalize,
+    split_into_parts,
+    split_sentences,
+)
 
 
 @pytest.mark.parametrize(
@@ -23,10 +29,41 @@ from mmldlm.data.sentences import content_hash, normalize, split_into_parts, spl
         ("See Fig. 3 and foo.bar. no break here", ["See Fig. 3 and foo.bar. no break here"]),
         ("No end", ["No end"]),
         ("", []),
+        # Capitals of any script, and quotation marks of other languages.
+        ("Он ушёл. Она осталась! Почему?", ["Он ушёл.", "Она осталась!", "Почему?"]),
+        ("А. С. Пушкин жил в г. Москве. Это так.", ["А. С. Пушкин жил в г. Москве.", "Это так."]),
+        (
+            "Das ist so. Über allem. „Ja.“ Ärger? ganz klein",
+            ["Das ist so.", "Über allem.", "„Ja.“", "Ärger? ganz klein"],
+        ),
+        ("Sí. ¿Qué? «No.» Αυτό.", ["Sí.", "¿Qué?", "«No.»", "Αυτό."]),
+        # Scripts without capitals.
+        ("ذهب. عاد؟ نعم.", ["ذهب.", "عاد؟", "نعم."]),
+        ("वह गया। वह आया। हाँ", ["वह गया।", "वह आया।", "हाँ"]),
+        ("მოვიდა. წავიდა.", ["მოვიდა.", "წავიდა."]),
+        # No white space at all.
+        ("他来了。「好！」她说？！是的。完", ["他来了。", "「好！」", "她说？！", "是的。", "完"]),
+        ("版本 3.14。Next. 下一句", ["版本 3.14。", "Next.", "下一句"]),
     ],
 )
 def test_split_sentences(paragraph, expected):
     assert split_sentences(paragraph) == expected
+
+
+def test_sentences_of_full_width_marks_are_joined_without_spaces():
+    for text in ("他来了。「好！」她说。", "One. Two! 三。四。", "A. B"):
+        assert join_sentences(split_sentences(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("Он ушёл. Она осталась там.", ["Он ушёл. Она", "осталась там."]),
+        ("他来了。她走了", ["他来了", "。她走了"]),
+    ],
+)
+def test_pieces_with_a_latent_each_are_cut_as_ever(text, parts):
+    assert split_into_parts(text, 2) == parts
 
 
 def test_splitting_loses_nothing():

@@ -14,7 +14,7 @@ from mmldlm.commands.run_log import add_monitor_arguments as add_arguments
 from mmldlm.commands.run_log import monitor as main
 from mmldlm.errors import UserError
 from mmldlm.observe.jsonl_log import JsonlLog, LogTail, is_event
-from mmldlm.observe.monitor import assess
+from mmldlm.observe.monitor import assess, follow
 from mmldlm.utils.json_files import to_strict_json
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
@@ -134,6 +134,26 @@ def test_steps_that_are_passed_over_are_no_stall():
     # nothing of the present.
     old = [event("passed_over", 301, seconds=-50)]
     assert "STALLED: no step for 8m20s" in problems(records(), later, total_steps=301, events=old)
+
+
+def test_a_run_that_was_just_taken_up_is_not_stalled():
+    resume = event("resume", 300, seconds=5 * 3600)
+    soon, later = (NOW + timedelta(hours=5, seconds=seconds) for seconds in (60, 500))
+    assert problems(records(), soon, total_steps=1000, events=[resume]) == ""
+    assert "STALLED: no step for 8m20s" in problems(
+        records(), later, total_steps=1000, events=[resume]
+    )
+
+
+def test_a_log_that_a_resume_cut_does_not_put_the_clock_back(tmp_path):
+    paths = [tmp_path / "training_log.jsonl", tmp_path / "events.jsonl"]
+    for path, lines in zip(paths, (records(), [event("resume", 300, seconds=5 * 3600)])):
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    resumed = datetime.now().timestamp() - 500
+    for path in paths:
+        os.utime(path, (resumed, resumed))
+    health = follow(tmp_path, once=True)
+    assert "STALLED: no step for 8m2" in "; ".join(health.problems)
 
 
 def test_a_run_that_has_ended_says_how():

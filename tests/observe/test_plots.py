@@ -8,7 +8,7 @@ from mmldlm.commands.run_log import plot as main
 from mmldlm.errors import UserError
 from mmldlm.observe import plots
 from mmldlm.observe.jsonl_log import JsonlLog
-from mmldlm.observe.plots import load_points, load_steps, mean_window, plot_run, smooth
+from mmldlm.observe.plots import load_points, mean_window, plot_run, smooth
 
 
 def run_folder(tmp_path, steps=60, evals=True):
@@ -43,7 +43,8 @@ def test_a_torn_last_line_is_no_hindrance(tmp_path):
     run_folder(tmp_path, steps=3)
     with open(tmp_path / "training_log.jsonl", "a", encoding="utf-8") as file:
         file.write('{"step": 4, "lo')
-    assert [record["step"] for record in load_steps(tmp_path)] == [1, 2, 3]
+    assert [point.step for point in load_points(tmp_path, [])] == [1, 2, 3]
+    (tmp_path / "eval_log.jsonl").write_text('{"step": 4, "l2t_ne')
     assert plot_run(tmp_path).is_file()
 
 

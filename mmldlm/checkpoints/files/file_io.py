@@ -89,24 +89,22 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 # -- Writing --------------------------------------------------------------------------------------
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
 
 class OutputFile:
-    """Create `path`, which must not exist, with space reserved for `size` bytes.
+    """Create `path`, which must not exist, with `size` bytes.
 
     Args:
         path: New file.
         size: Number of bytes; every byte must be written.
 
     Raises:
-        OSError: the file exists, or the disk has no space for all of it.
+        OSError: the file exists, or may not be so large.
     """
 
     def __init__(self, path: Path, size: int):
         self._fd = open_descriptor(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         with closed_on_error(self):
-            preallocate(self._fd, size)
+            os.truncate(self._fd, size)
 
     def write(self, data: bytes | memoryview, position: int) -> None:
         """Write bytes at `position`. Thread-safe for disjoint ranges."""
@@ -120,20 +118,6 @@ class OutputFile:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-def preallocate(fd: int, size: int) -> None:
-    """Reserve the space of a new file; make a sparse file where the file system cannot reserve.
-
-    Raises:
-        OSError: the disk has no space for it.
-    """
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except (AttributeError, OSError) as error:
-        if getattr(error, "errno", None) in _NO_SPACE:
-            raise
-        os.truncate(fd, size)
 
 
 # -- Checksums ------------------------------------------------------------------------------------

@@ -128,11 +128,13 @@ class WritePlan:
         files: All files to write.
         segments: (name, "weight" | "exp_avg" | "exp_avg_sq") -> where its elements go.
         copied: Names of weights in files that are copied as they are.
+        copied_bytes: Size of these files.
     """
 
     files: list[TensorFileWriter] = field(default_factory=list)
     segments: dict[tuple[str, str], list[WriteSegment]] = field(default_factory=dict)
     copied: set[str] = field(default_factory=set)
+    copied_bytes: int = 0
 
     def new_file(
         self, path: Path, value: Any, padding: Sequence[tuple[TensorSpec, int, int]] = ()

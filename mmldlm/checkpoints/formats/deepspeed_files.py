@@ -41,12 +41,17 @@ from mmldlm.utils.input_files import read_bytes
 from mmldlm.utils.paths import path_inside
 from mmldlm.utils.run_files import LATEST
 
+# macOS puts a file of attributes, "._" and the name, next to every file that it copies to other
+# systems.
+_STATES = re.compile(r"(?!\._).*(model|optim)_states\.pt")
 _OPTIM = re.compile(r"(bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL3 = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _OTHER_FRAMEWORKS = re.compile(r"(layer_\d+.*|.*expert_\d+.*)[_-](model|optim)_states\.pt")
 
 
+# What DeepSpeed's loader of universal checkpoints reads in place of `latest`.
+LATEST_UNIVERSAL = "latest_universal"
 _SUBFOLDERS = (
     ZERO_TAG,
     ENGINE_FOLDER,
@@ -60,29 +65,34 @@ def find_states(path: Path) -> Path | None:
     """Return the folder with the *_states.pt files for an engine, tag or step folder.
 
     Raises:
-        UserError: a `latest` file names a tag that does not exist.
+        UserError: a `latest` or `latest_universal` file names a tag that does not exist.
     """
-    if _has_states(path):
+    if list_states(path):
         return path
-    latest = path / LATEST
-    if latest.is_file():
+    latest = next(
+        (path / name for name in (LATEST, LATEST_UNIVERSAL) if (path / name).is_file()), None
+    )
+    if latest is not None:
         tag = read_bytes(latest, 1 << 16).decode(errors="replace").strip()
         try:
             folder = path_inside(path, tag)
         except ValueError:
             return None
-        if not _has_states(folder):
+        if not list_states(folder):
             raise UserError(
                 f"the checkpoint {tag!r} that {latest} names",
                 "no *_states.pt files there",
                 f"give the folder of the checkpoint itself, one of those in {path}",
             )
         return folder
-    return next((path / name for name in _SUBFOLDERS if _has_states(path / name)), None)
+    return next((path / name for name in _SUBFOLDERS if list_states(path / name)), None)
 
 
-def _has_states(folder: Path) -> bool:
-    return folder.is_dir() and any(folder.glob("*_states.pt"))
+def list_states(folder: Path) -> list[Path]:
+    """Return the files of a folder that are DeepSpeed's by their names; other programs' may end in
+    _states.pt, too.
+    """
+    return sorted(path for path in folder.glob("*_states.pt") if _STATES.fullmatch(path.name))
 
 
 def list_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path], dict[int, Path]]:
@@ -97,9 +107,7 @@ def list_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path], dict[int
     optim: dict[int, Path] = {}
     model: dict[int, Path] = {}
     model3: dict[int, Path] = {}
-    # macOS puts a file of attributes, "._" and the name, next to every file that it copies to
-    # other systems.
-    paths = [path for path in sorted(folder.glob("*_states.pt")) if not path.name.startswith("._")]
+    paths = list_states(folder)
     # Pipeline stages have tensor-parallel names, too: what is not ZeRO's is named first.
     paths.sort(key=lambda path: _OTHER_FRAMEWORKS.fullmatch(path.name) is None)
     for path in paths:

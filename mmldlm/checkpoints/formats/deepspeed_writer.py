@@ -36,7 +36,7 @@ from mmldlm.checkpoints.files.torch_writer import (
     write_torch,
 )
 from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest, WriteSegment
-from mmldlm.checkpoints.formats.deepspeed_files import param_shapes, slice_sizes
+from mmldlm.checkpoints.formats.deepspeed_files import LATEST_UNIVERSAL, param_shapes, slice_sizes
 from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata, plain_scaling
 from mmldlm.checkpoints.formats.universal_folder import OPTIMIZER_STATE, folders_of_parameters
@@ -369,7 +369,8 @@ def plan_universal(request: WriteRequest) -> WritePlan:
         for what in (WEIGHT, *source.moments_of(name)):
             key = "fp32" if what == WEIGHT else what
             add_file(name, what, folders[name] / f"{key}.pt", shape, entries)
-    if model_files(source):
+    if copied := model_files(source):
+        plan.copied_bytes = sum(file.path.stat().st_size for file in copied)
         plan.copied = {name for name, info in source.tensors.items() if info.kind != "trainable"}
     else:
         _zero_writer(request, plan).add_model_files()
@@ -396,7 +397,7 @@ def write_other_files(request: WriteRequest, folder: Path) -> None:
         for record in file.records:
             file.check_record(record)
         shutil.copyfile(file.path, out / file.path.name)
-    (folder / "latest_universal").write_text(UNIVERSAL_TAG)
+    (folder / LATEST_UNIVERSAL).write_text(UNIVERSAL_TAG)
 
 
 def stage_of(source: WeightSource) -> int:

@@ -19,6 +19,7 @@ from mmldlm.checkpoints.files.file_kinds import (
     kind_by_mark,
 )
 from mmldlm.checkpoints.formats import registry
+from mmldlm.checkpoints.formats.deepspeed_files import list_states
 from mmldlm.checkpoints.formats.model_pt import ModelFile
 from mmldlm.checkpoints.formats.part_files import PartOfCheckpoint, check_siblings, check_tensors
 from mmldlm.checkpoints.formats.safetensors import SafetensorsModel
@@ -61,7 +62,7 @@ def list_models(folder: Path) -> dict[str, list[Path]]:
         name = path.name
         if path.is_dir():
             if _NUMBERED_FOLDER.fullmatch(name) and (
-                (path / DCP_METADATA).is_file() or any(path.glob("*_states.pt"))
+                (path / DCP_METADATA).is_file() or list_states(path)
             ):
                 models.setdefault(_model_of(name), []).append(path)
             continue

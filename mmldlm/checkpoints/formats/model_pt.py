@@ -188,7 +188,9 @@ class ModelFile(WeightSource):
         for name in sorted(set(shard_of.values())):
             file = self._open(self.path.parent / name)
             states[name] = tensors_of(file.load_dict(), file.path, "the file", self.notes)
-            add_tensors(self, file, states[name], {})
+            # A shard may hold a tensor that the index lists in another one.
+            own = {key: ref for key, ref in states[name].items() if shard_of.get(key) == name}
+            add_tensors(self, file, own, {})
         check_listed(self.path, shard_of, {name: set(state) for name, state in states.items()})
         self.tensors = {name: self.tensors[name] for name in shard_of}
 

@@ -68,7 +68,9 @@ def add_named_optimizer(source: WeightSource, optimizers: dict[Keys, dict], path
                 )
             source.moments.setdefault(key, {})[name] = moment.parts()
     trained = set(optimizer.names)
-    source.classify(trained, set())
+    # The files tell no buffers; of those only masks may be infinite.
+    others = [name for name in source.unclassified if name not in trained]
+    source.classify(trained, {name for name in others if source.begins_as_mask(name)})
     source.find_tied(trained)
     for name in trained:
         if source.tensors[name].dtype in ("bfloat16", "float16"):

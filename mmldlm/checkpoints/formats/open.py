@@ -232,6 +232,9 @@ def _check_manifest(checkpoint: Path, weights_only: bool) -> None:
 
 
 def _is_run_checkpoint(path: Path) -> bool:
+    if path.name in LINKS and path.is_symlink() and path.exists():
+        # Other programs link their newest checkpoint, too.
+        return _is_run_checkpoint(path.parent / os.readlink(path))
     if path.name in LINKS and (path.is_symlink() or path.is_file()):
         return True
     if not path.is_dir():

@@ -465,6 +465,14 @@ class WeightSource:
                         name, self.tensors[tied].dtype, info.shape, "alias", tied
                     )
 
+    def begins_as_mask(self, name: str) -> bool:
+        """Return whether the first elements of a matrix are those of a mask of infinities."""
+        info = self.tensors[name]
+        first = next(self.iter_chunks(name), None) if len(info.shape) > 1 else None
+        if first is None or not count_nonfinite(first, info.dtype):
+            return False
+        return is_mask(first, info.dtype)
+
     def _same_values(self, name: str, other: str) -> bool:
         """Return whether two tensors hold the same bytes, and not one constant (as freshly
         initialized ones may).

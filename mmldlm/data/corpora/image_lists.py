@@ -43,7 +43,8 @@ class ImageSample:
     """One image with one caption.
 
     Attributes:
-        image: Name of the image, which its samples share: a relative path, or what is drawn.
+        image: Name of the image, which its samples share: a relative path, or what is drawn. Of
+            an absolute path outside of the list's folder it is the name of the file alone.
         caption: Caption, with single spaces.
         group: Name of a group, whose samples count as hits of each other and stay in one split;
             None: of its own.
@@ -56,6 +57,11 @@ class ImageSample:
     group: str | None = None
     path: Path | None = None
     part: tuple[int, int] | None = None
+
+    @property
+    def origin(self) -> tuple[str, Path | None, tuple[int, int] | None]:
+        """What is read for it. Samples of one image share it; names of two images can be equal."""
+        return self.image, self.path, self.part
 
 
 @dataclass
@@ -103,13 +109,13 @@ class ImageCorpus:
             )
         return digest.hexdigest()
 
-    def files(self) -> dict[str, Path]:
-        """Return name -> file of everything that `read` opens."""
-        return {
-            sample.image if sample.part is None else sample.path.name: sample.path
+    def files(self) -> list[tuple[str, Path]]:
+        """Return the name and the file of everything that `read` opens."""
+        return [
+            (sample.image if sample.part is None else sample.path.name, sample.path)
             for sample in self.samples
             if sample.path is not None
-        }
+        ]
 
 
 def holds_images(name: str | os.PathLike) -> bool:
@@ -213,13 +219,13 @@ def _of_coco(content: dict[str, Any], counts: Counter) -> Iterator[Any]:
     """Yield a record for every annotation; count images without one as dropped."""
     images = [image for image in content["images"] if isinstance(image, dict)]
     yield from [None] * (len(content["images"]) - len(images))
-    names = {str(image.get("id")): image.get("file_name") for image in images}
+    names = {str(_whole(image.get("id"))): image.get("file_name") for image in images}
     captioned = set()
     for annotation in content["annotations"]:
         if not isinstance(annotation, dict):
             yield None
             continue
-        key = str(annotation.get("image_id"))
+        key = str(_whole(annotation.get("image_id")))
         captioned.add(key)
         yield {"image": names.get(key), "caption": annotation.get("caption"), "group": key}
     without = len(names.keys() - captioned)
@@ -235,8 +241,8 @@ def samples_of(record: Any, root: Path, counts: Counter) -> Iterator[ImageSample
     """
     record = record if isinstance(record, dict) else {}
     image = image_of(record)
-    captions = record.get("caption", record.get("text"))
-    group = record.get("group", record.get("image_id"))
+    captions = _first(record, "caption", "text")
+    group = _whole(_first(record, "group", "image_id"))
     for caption in captions if isinstance(captions, list) and captions else [captions]:
         counts["read"] += 1
         if (
@@ -255,11 +261,25 @@ def samples_of(record: Any, root: Path, counts: Counter) -> Iterator[ImageSample
             yield ImageSample(_name(image, root), fold_spaces(caption), own_group, root / image)
 
 
+def _first(record: dict[str, Any], *names: str) -> Any:
+    """Return the first value of some fields that is not null; None without one."""
+    return next((record[name] for name in names if record.get(name) is not None), None)
+
+
+def _whole(value: Any) -> Any:
+    """Return a whole number as int: tables with missing numbers hold 3 as 3.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _name(image: str, root: Path) -> str:
     """Return the name of an image in the manifest: relative, because paths of this machine mean
     nothing elsewhere.
     """
-    path, root = PurePosixPath(image), root.resolve()
+    path = PurePosixPath(image)
     if not path.is_absolute():
         return image
-    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.name
+    # The list may name its folder as it was given, through a link, or as it lies on the disk.
+    for folder in (Path(os.path.abspath(root)), root.resolve()):
+        if path.is_relative_to(folder):
+            return path.relative_to(folder).as_posix()
+    return path.name

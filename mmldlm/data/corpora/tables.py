@@ -20,6 +20,7 @@ from mmldlm.data.corpora.text_files import (
     IMAGE_FIELDS,
     ReadUnit,
     clean,
+    ends_in_returns,
     kind_of,
     not_utf8,
     open_bytes,
@@ -44,11 +45,13 @@ def read_rows(path: Path) -> Iterator[list[str]]:
     """Yield the records of a .csv or .tsv, first the names of its columns; all are of one length.
 
     The separator of a .csv is that of `,`, `;` and tab that cuts its first line into most columns.
-    Empty lines are no records.
+    Empty lines are no records, as pandas reads and writes them: an empty cell of a table of one
+    column is `""`.
 
     Raises:
         UserError: it is not readable, not UTF-8, has no record, or one with another number of
-            fields, with misplaced quotation marks or above MAX_TEXT_BYTES.
+            fields, with misplaced quotation marks or above MAX_TEXT_BYTES; or its lines end in
+            carriage returns alone.
     """
     refuse_pointer(path)
     csv.field_size_limit(MAX_TEXT_BYTES)
@@ -67,6 +70,8 @@ def read_rows(path: Path) -> Iterator[list[str]]:
                     raise csv.Error(f"{len(row)} fields, where the first one has {width}")
                 yield row
         except csv.Error as error:
+            if lines.has_returns:
+                raise ends_in_returns(path, f"line {lines.number}") from None
             raise UserError(
                 f"records of one number of fields in {path}",
                 f"the record that ends at line {lines.number}: {error}",
@@ -88,11 +93,13 @@ class _Lines:
     Attributes:
         number: Number of the last line, from 1.
         record_bytes: Bytes of the current record; its reader sets them to 0 after each.
+        has_returns: Whether the last line has carriage returns before its end.
     """
 
     def __init__(self, file: BinaryIO, path: Path):
         self._file, self._path = file, path
         self.number = self.record_bytes = 0
+        self.has_returns = False
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -102,6 +109,7 @@ class _Lines:
         if not raw:
             raise StopIteration
         self.number += 1
+        self.has_returns = b"\r" in raw[:-2]
         self.record_bytes += len(raw) + num_skipped
         if self.record_bytes > MAX_TEXT_BYTES:
             raise csv.Error(f"more than {MAX_TEXT_BYTES:,} bytes; is a quotation mark open?")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -52,6 +52,7 @@ class Corpus:
         counts: Counters that iterating updates: `read` (candidate texts), `drop_<reason>`, and
             numbers of files.
         has_documents: Whether texts are documents of any length rather than sentences.
+        has_fields: Whether its texts are a field of records or a column of tables.
         files: Name -> file of everything that is read, by which a later launch knows the corpus
             again.
         left_out: Files of its folder that are not read.
@@ -62,6 +63,7 @@ class Corpus:
     units: list[ReadUnit]
     counts: Counter = field(default_factory=Counter)
     has_documents: bool = False
+    has_fields: bool = False
     files: dict[str, Path] = field(default_factory=dict)
     left_out: LeftOut = field(default_factory=LeftOut)
     versions: dict[str, str] = field(default_factory=dict)
@@ -103,6 +105,20 @@ def open_corpus(
     return corpus
 
 
+def check_text_field(text_field: str | None, corpora: Sequence[Corpus]) -> None:
+    """Check that one of the corpora reads the named field.
+
+    Raises:
+        UserError: the texts of none are a field.
+    """
+    if text_field is not None and not any(corpus.has_fields for corpus in corpora):
+        raise UserError(
+            "--text-field with records or tables: .jsonl, .csv, .tsv, .parquet or a dataset",
+            f"--text-field {text_field} with {'+'.join(corpus.source for corpus in corpora)}",
+            "leave --text-field out, or rename the file if it holds records",
+        )
+
+
 def _open(
     name: str | os.PathLike, text_field: str | None, max_documents: int | None, whole_files: bool
 ) -> Corpus:
@@ -130,12 +146,13 @@ def _open(
         return Corpus(
             f"{kind}:{path.name}",
             _units_of(path, path.name, kind, text_field),
+            has_fields=kind != "txt",
             files={path.name: path},
         )
     if not _looks_like_path(str(name)):
         source, units = open_dataset(str(name), text_field, max_documents)
         versions = {f"dataset {source}": version_of(str(name))}
-        return Corpus(source, units, has_documents=True, versions=versions)
+        return Corpus(source, units, has_documents=True, has_fields=True, versions=versions)
     raise UserError(
         f"a corpus at {path}: a file that ends in {NAMED_KINDS}, or a folder of such files",
         "nothing there",
@@ -195,6 +212,7 @@ def _open_folder(folder: Path, text_field: str | None, whole_files: bool) -> Cor
         f"{'folder' if kind == 'txt' else kind}:{folder.name}",
         units,
         has_documents=whole_files,
+        has_fields=kind != "txt",
         files={f"{folder.name}/{name}": path for name, path in named.items()},
         left_out=left_out,
     )
@@ -256,8 +274,7 @@ def _read_documents(files: list[Path], counts: Counter, whole_files: bool) -> It
                 yield from clean(piece, counts)
             else:
                 for sentence in split_sentences(" ".join(piece.split())):
-                    counts["read"] += 1
-                    yield sentence
+                    yield from clean(sentence, counts)
 
 
 def _pieces(lines: Iterator[tuple[int, str]], whole_files: bool) -> Iterator[str | None]:

@@ -29,6 +29,8 @@ PART_BYTES = 32 << 20
 NOT_TEXT = "drop_not_text"
 # Bytes given to a decompressor at once; at most 32 MiB come out of them.
 _FEED = 1 << 10
+# The largest that `zstd` writes, with --long=31; a frame takes as much memory as its content.
+_MAX_WINDOW = 1 << 31
 EXTRA = "pip install 'mmldlm[data]'"
 IMAGE_SUFFIXES = (
     ".png",
@@ -187,8 +189,7 @@ class FileUnit:
         """Count a line that is too long; carriage returns in it mean that it is many lines."""
         line = f"line {self._line_number(position)} of {length:,} bytes"
         if b"\r" in raw[:-2]:
-            fix = f"convert it: tr '\\r' '\\n' < {self.path.name} > NEW"
-            raise self._error("lines that end in \\n", f"{line} in which lines end in \\r", fix)
+            raise ends_in_returns(self.path, line)
         print(
             f"warning: {self.path}: {line} left out (at most {MAX_TEXT_BYTES:,})",
             file=sys.stderr,
@@ -249,6 +250,15 @@ def not_utf8(path: Path, error: UnicodeDecodeError, line_number: int) -> UserErr
     )
 
 
+def ends_in_returns(path: Path, line: str) -> UserError:
+    """Return the error for a line that is many, each of which ends in a carriage return alone."""
+    return UserError(
+        f"lines that end in \\n in {path}",
+        f"{line} in which lines end in \\r",
+        f"convert it: tr '\\r' '\\n' < {path.name} > NEW",
+    )
+
+
 def clean(text: str, counts: Counter, fold: bool = True) -> Iterator[str]:
     """Yield a text, its white space folded (not that of a line); count empty, binary and too large
     texts.
@@ -269,13 +279,16 @@ def read_line(file: BinaryIO, path: Path) -> tuple[bytes, int]:
 
     Raises:
         UserError: the file cannot be decompressed.
+        OSError: it cannot be read.
     """
     try:
         raw = file.readline(MAX_TEXT_BYTES + 1)
         is_cut = len(raw) > MAX_TEXT_BYTES and not raw.endswith(b"\n")
         return raw, _skip_line(file) if is_cut else 0
     except Exception as error:
-        # Each decompressor raises its own types.
+        # Each decompressor raises its own types; only the system's errors have a number.
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
         raise UserError(
             f"a complete compressed file in {path}", str(error), "copy the file again"
         ) from error
@@ -296,29 +309,31 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
     """Open a file for reading, decompressed by its suffix.
 
     Raises:
-        UserError: it is not readable, or the package that decompresses it is missing.
+        UserError: it is not readable, now or while it is read, or the package that decompresses it
+            is missing.
     """
+    suffix = path.suffix.lower()
     try:
-        file = open_regular(path)
+        with open_regular(path) as file:
+            if suffix not in _COMPRESSED:
+                yield file
+                return
+            if not file.read(1):
+                raise UserError(
+                    f"a complete compressed file in {path}", "an empty file", "copy the file again"
+                )
+            file.seek(0)
+            if suffix == ".gz":
+                with gzip.GzipFile(fileobj=file) as unpacked:
+                    yield unpacked  # type: ignore[misc]
+                return
+            yield io.BufferedReader(_ZstdFile(file, path), 1 << 20)
     except OSError as error:
         raise UserError(
-            f"a readable file {path}", describe_os_error(error), "check the path"
+            f"a readable file {path}",
+            describe_os_error(error),
+            "check the path, and the disk or server that it lies on",
         ) from None
-    suffix = path.suffix.lower()
-    with file:
-        if suffix not in _COMPRESSED:
-            yield file
-            return
-        if not file.read(1):
-            raise UserError(
-                f"a complete compressed file in {path}", "an empty file", "copy the file again"
-            )
-        file.seek(0)
-        if suffix == ".gz":
-            with gzip.GzipFile(fileobj=file) as unpacked:
-                yield unpacked  # type: ignore[misc]
-            return
-        yield io.BufferedReader(_ZstdFile(file, path), 1 << 20)
 
 
 class _ZstdFile(io.RawIOBase):
@@ -336,7 +351,8 @@ class _ZstdFile(io.RawIOBase):
             raise UserError(
                 f"the package zstandard, to read {path}", "it is not installed", EXTRA
             ) from None
-        self._file, self._new_frame = file, zstandard.ZstdDecompressor().decompressobj
+        decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
+        self._file, self._new_frame = file, decompressor.decompressobj
         # The frame that has not ended yet, if there is one.
         self._frame: Any = None
         self._raw, self._content = b"", memoryview(b"")
@@ -367,7 +383,7 @@ def image_of(record: Any) -> Any:
     if not isinstance(record, dict):
         return None
     for key in IMAGE_FIELDS:
-        if key in record:
+        if record.get(key) is not None:
             return record[key]
     for key in _PERHAPS:
         value = record.get(key)

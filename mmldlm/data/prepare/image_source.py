@@ -8,7 +8,7 @@ alone.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from mmldlm.data.sentences import content_hash
 from mmldlm.data.unknown_tokens import count_unknown
 from mmldlm.data.writers import Block, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
-from mmldlm.utils.formatting import count_noun, join_some, printable
+from mmldlm.utils.formatting import count_noun, describe_counts, join_some, printable
 from mmldlm.utils.resources import require_memory
 
 _MAX_NAMED = 20
@@ -53,11 +53,11 @@ class ImageReport(CorpusReport):
     """Outcome of reading a corpus of images.
 
     Attributes:
-        unreadable: Name -> reason of images that could not be read.
+        unreadable: Name and reason of every image that could not be read.
         peaks: Largest value of each image of 16 bits that declares no range.
     """
 
-    unreadable: dict[str, str] = field(default_factory=dict)
+    unreadable: list[tuple[str, str]] = field(default_factory=list)
     peaks: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
 
     def details(self) -> dict[str, Any]:
@@ -67,10 +67,9 @@ class ImageReport(CorpusReport):
         if self.counts["truncated"]:
             entry["truncated"] = self.counts["truncated"]
         if self.unreadable:
-            entry["unreadable"] = dict(Counter(self.unreadable.values()))
+            entry["unreadable"] = dict(Counter(reason for _, reason in self.unreadable))
             entry["unreadable_images"] = [
-                f"{printable(name)}: {reason}"
-                for name, reason in list(self.unreadable.items())[:_MAX_NAMED]
+                f"{printable(name)}: {reason}" for name, reason in self.unreadable[:_MAX_NAMED]
             ]
         return entry
 
@@ -172,8 +171,8 @@ class ImageSource(Source):
             },
         }
 
-    def files(self) -> list[dict[str, Path]]:
-        return [corpus.files() for corpus in self.corpora.values()]
+    def files(self) -> list[tuple[str, Path]]:
+        return [file for corpus in self.corpora.values() for file in corpus.files()]
 
     def encoder_inputs(self, identities: FileIdentities) -> dict[str, str]:
         if self.vae is None:
@@ -197,11 +196,18 @@ class ImageSource(Source):
         for name, corpus in self.corpora.items():
             shards, counts = self.shards[name], Counter(corpus.counts)
             counts["drop_unreadable"] += len(shards.reasons) + len(corpus.unreadable)
-            unreadable = corpus.unreadable | {
-                corpus.samples[row].image: reason for row, reason in sorted(shards.reasons.items())
+            # An image with several captions is named once.
+            images = {
+                corpus.samples[row].origin: reason
+                for row, reason in sorted(shards.reasons.items())
             }
+            unreadable = [(image, reason) for (image, *_), reason in images.items()]
             self.reports[name] = ImageReport(
-                corpus.source, counts, corpus.left_out, unreadable, shards.peaks
+                corpus.source,
+                counts,
+                corpus.left_out,
+                [*corpus.unreadable.items(), *unreadable],
+                shards.peaks,
             )
         self._check_unreadable()
         self._has_read = True
@@ -226,7 +232,7 @@ class ImageSource(Source):
         total = sum(len(corpus.samples) for corpus in self.corpora.values())
         if num_bad <= most * total:
             return
-        named = [f"{n}: {reason}" for report in reports for n, reason in report.unreadable.items()]
+        named = [f"{n}: {reason}" for report in reports for n, reason in report.unreadable]
         raise UserError(
             f"at most {most:.2%} of {total:,} images that cannot be read",
             f"{num_bad:,}: {join_some(named, limit=5)}",
@@ -252,6 +258,7 @@ class ImageSource(Source):
         self.samples = {
             name: self._tokenize(name, candidates, positions) for name, positions in chosen.items()
         }
+        self._check_sizes(self.samples)
 
     def _check_depth(self) -> None:
         """Check that images of 16 bits use their range, if their files do not declare another one.
@@ -315,26 +322,27 @@ class ImageSource(Source):
         )
         return {"train": np.flatnonzero(~inside), "validation": np.flatnonzero(inside)}
 
-    def _check_sizes(self, chosen: dict[str, np.ndarray]) -> None:
-        for name, positions in chosen.items():
-            if len(positions) < 2:
-                counts = self.reports["train"].counts
-                nonzero = {key: count for key, count in counts.items() if count}
+    def _check_sizes(self, chosen: Mapping[str, Sized]) -> None:
+        for name, part in chosen.items():
+            if len(part) < 2:
+                report = self.reports.get(name, self.reports["train"])
                 raise UserError(
-                    f"at least 2 images for the {name} split, apart from the groups of the other",
-                    f"{len(positions)} ({nonzero})",
+                    f"at least 2 images of {report.source} for the {name} split, apart from the"
+                    " groups of the other",
+                    f"{len(part)} left ({describe_counts(report.counts)})",
                     "give a larger corpus, another --validation-samples, or a --validation-corpus",
                 )
 
     def _tokenize(self, name: str, candidates: _Candidates, positions: np.ndarray) -> ImageSplit:
-        """Tokenize the captions of a split; too long ones are cut, samples without a token are
-        dropped.
+        """Tokenize the captions of a split; too long ones are cut. Samples without a token are
+        dropped, and those that the cut made equal.
         """
         corpus = name if name in self.shards else "train"
         counts, limit = self.reports[corpus].counts, self.options.max_tokens
         captions = [candidates.samples[i].caption for i in positions]
         encoded = token_ids(self.tokenizer, captions)
         texts, tokens, rows = [], [], []
+        seen: set[tuple[int, str]] = set()
         for position, caption, ids in zip(positions.tolist(), captions, encoded):
             if len(ids) > limit:
                 ids, caption = truncate(self.tokenizer, caption, limit)
@@ -342,6 +350,11 @@ class ImageSource(Source):
             if not ids:
                 counts["drop_no_token"] += 1
                 continue
+            pair = int(candidates.pixel_hashes[position]), caption
+            if pair in seen and not self.options.keep_duplicates:
+                counts["drop_duplicate"] += 1
+                continue
+            seen.add(pair)
             texts.append(caption)
             tokens.append(np.asarray(ids, np.int32))
             rows.append(position)
@@ -370,7 +383,7 @@ class ImageSource(Source):
         return [
             {"split": name, "image": printable(image), "reason": reason}
             for name, report in self.reports.items()
-            for image, reason in report.unreadable.items()
+            for image, reason in report.unreadable
         ]
 
     @property

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Iterable
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -131,17 +132,18 @@ def tokenizer_inputs(name: str, cache_dir: str | None, add_mask_token: bool) -> 
     return {f"tokenizer {identity['name']}": f"sha256 {str(identity['sha256'])[:16]}"}
 
 
-def file_inputs(groups: Iterable[dict[str, Path]], identities: FileIdentities) -> dict[str, str]:
-    """Return the identities of the files of several corpora; equal names of different corpora get
+def file_inputs(named: Iterable[tuple[str, Path]], identities: FileIdentities) -> dict[str, str]:
+    """Return the identities of the files of all corpora; different files of one name get
     numbers.
     """
     files: dict[str, Path] = {}
-    for group in groups:
-        for name, path in group.items():
-            label, suffix = f"file {name}", 2
-            while label in files and files[label] != path:
-                label, suffix = f"file {name} ({suffix})", suffix + 1
-            files[label] = path
+    numbers: Counter = Counter()
+    for name, path in dict.fromkeys(named):
+        label = f"file {name}"
+        while label in files:
+            numbers[name] += 1
+            label = f"file {name} ({numbers[name] + 1})"
+        files[label] = path
     return identities.of(files)
 
 
@@ -164,14 +166,14 @@ def check_same_encoder(inputs: dict[str, str], plan: dict[str, str], rank: int) 
 
 
 def check_unchanged(
-    groups: Iterable[dict[str, Path]], inputs: dict[str, str], identities: FileIdentities
+    named: Iterable[tuple[str, Path]], inputs: dict[str, str], identities: FileIdentities
 ) -> None:
     """Check that the files of corpora are still those of a plan, after they were read.
 
     Raises:
         UserError: one was replaced or edited meanwhile.
     """
-    now = file_inputs(groups, identities)
+    now = file_inputs(named, identities)
     if changes := diff_inputs({name: inputs[name] for name in now if name in inputs}, now):
         raise UserError(
             "a corpus that stays as it is while it is read",

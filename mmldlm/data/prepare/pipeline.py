@@ -35,6 +35,7 @@ from mmldlm.data.prepare.text_source import TextSource
 from mmldlm.data.prepare.work_dir import (
     IDENTITIES,
     QUARANTINE,
+    RULES,
     TOKENIZER_IDENTITY,
     check_output_free,
     commit,
@@ -141,6 +142,7 @@ class _Preparation:
         source, identities, options = self.source, self.identities, self.source.options
         tokenizer = source.tokenizer_name
         return {
+            "rules": RULES,
             "options": options.identity(),
             **source.plan(),
             "inputs": {

@@ -9,6 +9,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from mmldlm.utils.formatting import is_utf8
 from mmldlm.utils.input_files import read_text
 
 IMAGES_PER_SHARD = 256
+_MAPPED_UNITS = 16
 NOT_FINITE = "NaN or infinite latents"
 
 
@@ -58,11 +60,9 @@ class TextShards:
     """
 
     def __init__(self, folders: Sequence[Path]):
-        # Plain views: slicing a numpy memmap costs several times as much.
-        self._offsets = [
-            np.load(folder / "offsets.npy", mmap_mode="r").view(np.ndarray) for folder in folders
-        ]
-        self._raw = [_map_bytes(folder / "text.bin") for folder in folders]
+        self._folders = list(folders)
+        # A map keeps a file open, and a corpus can have more units than a process may open files.
+        self._map = lru_cache(maxsize=_MAPPED_UNITS)(_map_unit)
         hashes = [np.load(folder / "hashes.npy") for folder in folders]
         self.hashes = np.concatenate(hashes) if hashes else np.empty(0, np.uint64)
         self._starts = np.concatenate([[0], np.cumsum([len(part) for part in hashes])]).astype(
@@ -83,10 +83,9 @@ class TextShards:
         """Yield the texts at some rows."""
         for row in np.asarray(rows, dtype=np.int64).tolist():
             part = int(np.searchsorted(self._starts, row, side="right")) - 1
-            start, end = self._offsets[part][
-                row - self._starts[part] : row - self._starts[part] + 2
-            ].tolist()
-            yield self._raw[part][start:end].tobytes().decode("utf-8")
+            offsets, raw = self._map(self._folders[part])
+            start, end = offsets[row - self._starts[part] : row - self._starts[part] + 2].tolist()
+            yield raw[start:end].tobytes().decode("utf-8")
 
 
 @dataclass
@@ -100,12 +99,13 @@ class SelectedTexts:
         return self.texts.iterate(self.rows)
 
 
-def _map_bytes(path: Path) -> np.ndarray:
-    return (
-        np.memmap(path, np.uint8, "r").view(np.ndarray)
-        if path.stat().st_size
-        else np.empty(0, np.uint8)
-    )
+def _map_unit(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Return the offsets and the bytes of the texts of a unit, mapped."""
+    path = folder / "text.bin"
+    offsets = np.load(folder / "offsets.npy", mmap_mode="r")
+    raw = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+    # Plain views: slicing a numpy memmap costs several times as much.
+    return offsets.view(np.ndarray), raw.view(np.ndarray)
 
 
 def read_images(
@@ -126,9 +126,9 @@ def read_images(
     corpus.peaks.clear()
     last, image_or_reason = None, None
     for row, sample in enumerate(samples):
-        if last is None or sample.image != last:
+        if sample.origin != last:
             # Several captions of one image follow each other; read the image once.
-            last, image_or_reason = sample.image, _read_image(corpus, sample)
+            last, image_or_reason = sample.origin, _read_image(corpus, sample)
         if isinstance(image_or_reason, str):
             reasons[row] = image_or_reason
         else:

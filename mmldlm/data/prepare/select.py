@@ -4,6 +4,7 @@ whole groups.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -212,15 +213,44 @@ class Selection:
         return samples, np.concatenate(statuses), np.concatenate(num_short)
 
 
-def in_validation(hashes: np.ndarray, requested: int | None, seed: int) -> np.ndarray:
-    """Return [N] bools, whether a text is in the validation split: those with the smallest split
-    keys are, so that equal texts stay together.
+def last_reserved_key(
+    hashes: np.ndarray, requested: int | None, limit: int | None, seed: int
+) -> np.uint64:
+    """Return the largest split key of the texts that a tokenizer is not trained on, among which
+    validation is chosen.
+
+    It has to be known before any text has tokens, and thus before the samples are. The texts with
+    smaller keys are a tenth of all and at least twice the share that validation will have.
+
+    Args:
+        hashes: [N] hashes of the candidates.
+        requested: Number of validation samples.
+        limit: Number of samples that are taken of the candidates; None: all.
+        seed: Seed of the split keys.
+    """
+    num_kept = min(len(hashes), len(hashes) if limit is None else limit)
+    count = min(num_validation(num_kept, requested), num_kept)
+    share = max(min(2 * count, (count + num_kept) // 2) / num_kept, 0.1)
+    last = math.ceil(share * len(hashes)) - 1
+    return np.partition(split_keys(hashes, seed), last)[last]
+
+
+def in_validation(
+    hashes: np.ndarray, requested: int | None, seed: int, last_key: np.uint64 | None = None
+) -> np.ndarray:
+    """Return [N] bools, whether a sample is in the validation split: those with the smallest split
+    keys are, so that samples of one hash stay together.
+
+    Args:
+        hashes: [N] hashes of the texts that the samples are or are pieces of.
+        requested: Number of validation samples, at least; fewer only if `last_key` ends them.
+        seed: Seed of the split keys.
+        last_key: Largest key of a validation sample; None: any.
     """
     keys = split_keys(hashes, seed)
-    count = num_validation(len(keys), requested)
-    if count > len(keys):
-        return np.ones(len(keys), dtype=bool)
-    return keys <= np.partition(keys, count - 1)[count - 1]
+    count = min(num_validation(len(keys), requested), len(keys))
+    inside = keys <= np.partition(keys, count - 1)[count - 1]
+    return inside if last_key is None else inside & (keys <= last_key)
 
 
 def caption_hashes(captions: Sequence[str]) -> np.ndarray:

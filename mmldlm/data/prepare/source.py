@@ -135,8 +135,8 @@ class Source(ABC):
         """Return the `shards` and `corpus` of a plan: how the work is cut, and what is read."""
 
     @abstractmethod
-    def files(self) -> list[dict[str, Path]]:
-        """Return, for each corpus, name -> file of everything that is read."""
+    def files(self) -> list[tuple[str, Path]]:
+        """Return the name and the file of everything that is read; names may repeat."""
 
     @abstractmethod
     def encoder_inputs(self, identities: FileIdentities) -> dict[str, str]:

@@ -58,7 +58,10 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
     """Print the table that ends a preparation, and what to do next."""
     of_images = manifest.get("kind") == "image"
     table = Table(title=f"store {root}", show_header=False)
-    _add_corpus(table, manifest["corpus"], "images" if of_images else "texts")
+    items = "images" if of_images else "texts"
+    _add_corpus(table, "corpus", manifest["corpus"], items)
+    if "validation_corpus" in manifest:
+        _add_corpus(table, "validation corpus", manifest["validation_corpus"], items)
     for name, split in manifest["splits"].items():
         _add_split(table, name, split, of_images)
     tokenizer = manifest["tokenizer"]
@@ -95,9 +98,9 @@ def training_command(root: str | Path, manifest: dict[str, Any]) -> list[str]:
     return ["mmldlm", "train", "--config-name", preset, f"data.latent_data_root={root}"]
 
 
-def _add_corpus(table: Table, corpus: dict[str, Any], items: str) -> None:
+def _add_corpus(table: Table, label: str, corpus: dict[str, Any], items: str) -> None:
     """Add what was read, what became of it, and what was not read."""
-    table.add_row("corpus", corpus["source"])
+    table.add_row(label, corpus["source"])
     table.add_row(f"{items} read", f"{corpus['read']:,}")
     for reason, count in corpus["dropped"].items():
         table.add_row(f"  dropped: {reason.replace('_', ' ')}", f"{count:,}")

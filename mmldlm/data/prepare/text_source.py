@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from mmldlm.data.corpora.text_corpus import Corpus, open_corpus
+from mmldlm.data.corpora.text_corpus import Corpus, check_text_field, open_corpus
 from mmldlm.data.encoders.encoder import Encoder, usable_dtype
 from mmldlm.data.prepare import encode, select, tokenize
 from mmldlm.data.prepare.encode import device_of_rank
@@ -26,6 +26,7 @@ from mmldlm.data.prepare.select import Samples
 from mmldlm.data.prepare.source import CorpusReport, Source
 from mmldlm.data.prepare.summary import RankProgress
 from mmldlm.data.prepare.task_queue import TaskQueue
+from mmldlm.data.prepare.tokenizer import TRAIN, WORDS
 from mmldlm.data.store import FORMAT
 from mmldlm.data.unknown_tokens import check_unknown_to_encoder
 from mmldlm.data.writers import FILES_FORMAT, Block, FilesSplit, StoreSplit
@@ -56,6 +57,7 @@ class TextSource(Source):
         self.corpora = {"train": [open_named(n) for n in options.datasets or [options.corpus]]}
         if options.validation_corpus:
             self.corpora["validation"] = [open_named(options.validation_corpus)]
+        check_text_field(options.text_field, self._all_corpora())
         if options.overlong is None:
             has_documents = any(corpus.has_documents for corpus in self.corpora["train"])
             options = replace(options, overlong="chunk" if has_documents else "drop")
@@ -84,8 +86,8 @@ class TextSource(Source):
             },
         }
 
-    def files(self) -> list[dict[str, Path]]:
-        return [corpus.files for corpus in self._all_corpora()]
+    def files(self) -> list[tuple[str, Path]]:
+        return [file for corpus in self._all_corpora() for file in corpus.files.items()]
 
     def versions(self) -> dict[str, str]:
         return {
@@ -166,46 +168,77 @@ class TextSource(Source):
         return texts
 
     def select(self) -> None:
+        # An earlier preparation of this process may have had shards of the same paths.
+        tokenize.read_shard.cache_clear()
         options, train = self.options, self.texts["train"]
         held = self.texts.get("validation")
         rows = self._deduplicate("train", None if held is None else held.hashes)
-        self.queue.rank_0_first("tokenizer", lambda: self._make_tokenizer(train, rows))
+        last_key = None if held is not None else self._last_reserved_key(train.hashes[rows])
+        self.queue.rank_0_first("tokenizer", lambda: self._make_tokenizer(train, rows, last_key))
         self.tokenizer = self.read_tokenizer()
         samples = self._tokenize("train", rows, options.max_samples)
         if held is None:
-            inside = select.in_validation(samples.hashes, options.validation_samples, options.seed)
-            self.samples = {"train": samples.take(~inside), "validation": samples.take(inside)}
+            inside = self._in_validation(samples, last_key)
+            samples, validation = samples.take(~inside), samples.take(inside)
+            reason = "drop_in_validation"
         else:
             held_rows = self._deduplicate("validation", None)
             validation = self._tokenize("validation", held_rows, options.validation_samples)
-            # Cuts can make texts equal that were different.
-            remaining = samples.take(~np.isin(samples.hashes, validation.hashes))
-            counts = self.reports["train"].counts
-            counts["drop_in_validation_corpus"] += len(samples) - len(remaining)
-            self.samples = {"train": remaining, "validation": validation}
+            reason = "drop_in_validation_corpus"
+        # Cuts can make texts equal that were different.
+        remaining = samples.take(~np.isin(samples.hashes, validation.hashes))
+        self.reports["train"].counts[reason] += len(samples) - len(remaining)
+        self.samples = {"train": remaining, "validation": validation}
         self._check_splits()
 
     def _deduplicate(self, name: str, held_out: np.ndarray | None) -> np.ndarray:
-        return select.deduplicate(
+        rows = select.deduplicate(
             self.texts[name],
             np.empty(0, np.uint64) if held_out is None else held_out,
             self.options.keep_duplicates,
             self.reports[name].counts,
         )
-
-    def _make_tokenizer(self, texts: TextShards, rows: np.ndarray) -> None:
-        """Make the tokenizer without the texts with the smallest split keys: they become
-        validation, on which it must not be trained.
-        """
-        options = self.options
-        keys = select.split_keys(texts.hashes[rows], options.seed)
-        num_reserved = 2 * select.num_validation(len(keys), options.validation_samples)
-        reserved = np.sort(keys)[: 0 if "validation" in self.texts else num_reserved]
-        self.make_tokenizer(SelectedTexts(texts, rows[~np.isin(keys, reserved)]))
-
-    def _tokenize(self, name: str, rows: np.ndarray, limit: int | None) -> Samples:
         if not len(rows):
             raise self._too_few(name, 0)
+        return rows
+
+    def _last_reserved_key(self, hashes: np.ndarray) -> np.uint64 | None:
+        """Return the key that ends what a tokenizer made of the texts must not be trained on; None
+        for a pretrained one.
+        """
+        options = self.options
+        if options.tokenizer not in (TRAIN, WORDS):
+            return None
+        return select.last_reserved_key(
+            hashes, options.validation_samples, options.max_samples, options.seed
+        )
+
+    def _make_tokenizer(
+        self, texts: TextShards, rows: np.ndarray, last_key: np.uint64 | None
+    ) -> None:
+        """Make the tokenizer without the texts that may become validation."""
+        if last_key is not None:
+            rows = rows[select.split_keys(texts.hashes[rows], self.options.seed) > last_key]
+        self.make_tokenizer(SelectedTexts(texts, rows))
+
+    def _in_validation(self, samples: Samples, last_key: np.uint64 | None) -> np.ndarray:
+        """Return [N] bools, whether a sample is in the validation split: all pieces of a document
+        are in one split.
+        """
+        options, hashes = self.options, self.texts["train"].hashes[samples.rows]
+        if not len(hashes):
+            raise self._too_few("train", 0)
+        inside = select.in_validation(hashes, options.validation_samples, options.seed, last_key)
+        expected = select.num_validation(len(hashes), options.validation_samples)
+        if last_key is not None and inside.sum() < expected:
+            self.console.print(
+                f"warning: {inside.sum():,} validation samples instead of {expected:,}: the"
+                " tokenizer was made from the other texts",
+                soft_wrap=True,
+            )
+        return inside
+
+    def _tokenize(self, name: str, rows: np.ndarray, limit: int | None) -> Samples:
         options, texts = self.options, self.texts[name]
         selection = select.Selection(rows, texts.hashes, limit, options.seed)
         max_tokens = options.max_tokens
@@ -230,11 +263,12 @@ class TextSource(Source):
         return selection.collect(options.keep_duplicates, counts, self.tokenizer.unk_token_id)
 
     def _too_few(self, split: str, count: int) -> UserError:
-        counts = self.reports["train"].counts
+        report = self.reports.get(split, self.reports["train"])
+        more = ", of more documents" if self.options.overlong == "chunk" else ""
         return UserError(
-            f"at least 2 samples for the {split} split",
-            f"{count} left ({describe_counts(counts)})",
-            "give a larger corpus, or loosen --min-tokens, --max-tokens, --max-samples or"
+            f"at least 2 samples of {report.source} for the {split} split",
+            f"{count} left ({describe_counts(report.counts)})",
+            f"give a larger corpus{more}, or loosen --min-tokens, --max-tokens, --max-samples or"
             " --validation-samples",
         )
 

@@ -13,7 +13,12 @@ from transformers import PreTrainedTokenizerFast
 
 from mmldlm.data.arrays import read_npz, write_npz
 from mmldlm.data.prepare.read import TextShards
-from mmldlm.data.sentences import content_hash, split_into_parts, split_sentences
+from mmldlm.data.sentences import (
+    content_hash,
+    join_sentences,
+    split_into_parts,
+    split_sentences,
+)
 
 TEXTS_PER_SHARD = 4096
 OK, TOO_SHORT, TOO_LONG, TRUNCATED, CHUNKED = range(5)
@@ -190,7 +195,7 @@ def chunk(tokenizer, text: str, max_tokens: int) -> list[tuple[list[int], str]]:
             total += todo[-1][1]
             taken.append(todo.pop())
         while True:
-            joined = " ".join(part for part, _ in taken)
+            joined = join_sentences([part for part, _ in taken])
             ids = token_ids(tokenizer, joined)
             if len(ids) <= max_tokens or len(taken) == 1:
                 break

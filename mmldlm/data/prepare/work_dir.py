@@ -6,6 +6,7 @@ committed by one rename.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
@@ -15,7 +16,7 @@ import platform
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import mmldlm
 from mmldlm.data.manifest import MANIFEST
@@ -32,6 +33,10 @@ from mmldlm.utils.paths import check_writable_dir
 
 PLAN = "plan.json"
 IDENTITIES = "file_identities.json"
+RULES = 2
+"""Grows whenever a version makes other results of the same corpus and options, because an
+interrupted preparation must not go on by other rules. Finished stores stay as they are.
+"""
 
 
 def diff_plans(recorded: dict[str, Any], plan: dict[str, Any]) -> list[str]:
@@ -47,6 +52,8 @@ def diff_plans(recorded: dict[str, Any], plan: dict[str, Any]) -> list[str]:
         lines.append(f"the corpus had {removed or 'nothing more'}, has {added or 'nothing more'}")
     if "inputs" in plan:
         lines += diff_inputs(recorded.get("inputs"), plan["inputs"])
+    if recorded.get("rules") != plan.get("rules"):
+        lines.append("another version of mmldlm began it, which reads or splits texts otherwise")
     return lines or [f"another cut of the work ({recorded.get('shards')}, now {plan['shards']})"]
 
 
@@ -61,7 +68,7 @@ class WorkDir:
     def __init__(self, root: Path, queue: TaskQueue):
         self.root, self.queue = root, queue
         self.folder = root.with_name(f"{root.name}.work")
-        self._lock = None
+        self._lock: TextIO | None = None
 
     def open(self, plan: dict[str, Any], force: bool) -> bool:
         """Lock the folder and start, or resume an earlier launch. Rank 0 only.
@@ -75,18 +82,12 @@ class WorkDir:
         """
         check_writable_dir(self.folder, "--output-dir")
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = open_append(self.folder / "lock")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not self._take_lock():
             raise UserError(
                 f"no other preparation at work on {self.root}",
                 f"one holds {self.folder / 'lock'}",
                 "wait for it, or stop it; the next one resumes its work",
-            ) from None
-        except OSError:
-            # A file system without locks: the user must keep launches apart.
-            pass
+            )
         recorded = self._recorded_plan(force)
         if recorded is not None and "inputs" in plan:
             plan = {**plan, "inputs": with_known_versions(plan["inputs"], recorded.get("inputs"))}
@@ -104,6 +105,22 @@ class WorkDir:
             self.clear()
             write_json(self.folder / PLAN, plan)
         return recorded is not None
+
+    def _take_lock(self) -> bool:
+        """Lock the folder; return False if another launch holds it."""
+        if self._lock is not None:
+            return True
+        lock = open_append(self.folder / "lock")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.close()
+            return False
+        except OSError:
+            # A file system without locks: the user must keep launches apart.
+            pass
+        self._lock = lock
+        return True
 
     def _recorded_plan(self, force: bool) -> dict[str, Any] | None:
         """Return the plan of an earlier launch; None without one, or for a damaged one that is to
@@ -132,8 +149,11 @@ class WorkDir:
                 path.unlink()
 
     def remove(self) -> None:
-        """Delete the folder, when the output is complete."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Delete the folder, when the output is complete; not that of another launch at work."""
+        with contextlib.suppress(OSError):
+            if self.folder.is_dir() and self._take_lock():
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self._lock = None
 
     def run(
         self,

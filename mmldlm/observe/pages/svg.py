@@ -44,8 +44,12 @@ class Mark(NamedTuple):
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return round numbers from at most `low` to at least `high`, about `count` of them."""
-    span = high - low if high > low else abs(high) or 1.0
+    """Return round numbers from at most `low` to at least `high`, about `count` of them.
+
+    Values that differ in their last digits alone count as one.
+    """
+    size = max(abs(low), abs(high))
+    span = high - low if high - low > 1e-9 * size else size or 1.0
     step = 10.0 ** math.floor(math.log10(span / count))
     step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= count)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)

@@ -4,6 +4,7 @@ two candidates.
 
 from __future__ import annotations
 
+import json
 import sys
 import types
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 import pytest
 
 from mmldlm.checkpoints.convert import convert
+from mmldlm.checkpoints.formats.model_pt import ModelFile
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.safetensors import SafetensorsModel
 from mmldlm.errors import UserError
@@ -73,3 +75,17 @@ def test_two_candidates_are_not_guessed_between(tmp_path):
     torch.save({"network": {"w": torch.ones(2)}, "step": 3}, tmp_path / "b.pt")
     with open_source(tmp_path / "b.pt").weights as source:
         assert set(source.tensors) == {"w"} and any("'network'" in note for note in source.notes)
+
+
+@pytest.mark.parametrize("first", ["a.bin", "b.bin"])
+def test_of_a_name_in_two_shards_the_index_says_which_is_meant(tmp_path, first):
+    """Trainers save a shared tensor in every shard, and may have changed one since."""
+    for name, value in (("a.bin", 1.0), ("b.bin", 2.0)):
+        own = {f"of_{name[0]}": torch.full((2, 2), value)}
+        torch.save({**own, "twice": torch.full((2, 2), value)}, tmp_path / name)
+    index = {"of_a": "a.bin", "of_b": "b.bin", "twice": first}
+    path = tmp_path / "pytorch_model.bin.index.json"
+    path.write_text(json.dumps({"weight_map": index}))
+    with ModelFile.open(path) as source:
+        assert source.read("twice")[0, 0] == {"a.bin": 1.0, "b.bin": 2.0}[first]
+        assert set(source.tensors) == set(index)

@@ -15,6 +15,9 @@ from mmldlm.errors import UserError
         (["zero/zero_pp_rank_0_mp_rank_00_model_states.pt"], "deepspeed", "zero"),
         (["engine/zero/mp_rank_00_model_states.pt"], "deepspeed", "engine/zero"),
         (["universal/mp_rank_00_model_states.pt"], "deepspeed", "universal"),
+        # Other programs' files may end so, too.
+        (["random_states.pt", "model.safetensors"], "safetensors", "."),
+        (["._mp_rank_00_model_states.pt", "model.safetensors"], "safetensors", "."),
         ([".metadata"], "dcp", "."),
         (["dcp/.metadata"], "dcp", "dcp"),
         (["pytorch_model_fsdp_0/.metadata", "model.pt"], "dcp", "pytorch_model_fsdp_0"),
@@ -55,6 +58,15 @@ def test_a_latest_without_its_tag_is_an_error(tmp_path):
     (tmp_path / "latest").write_text("step10")
     with pytest.raises(UserError, match="step10"):
         detect(tmp_path)
+
+
+def test_a_universal_folder_has_a_latest_of_its_own(tmp_path):
+    """ds_to_universal writes `latest_universal` beside a tag of any name, and no `latest`."""
+    (tmp_path / "step10_universal").mkdir()
+    (tmp_path / "step10_universal" / "mp_rank_00_model_states.pt").write_bytes(b"")
+    (tmp_path / "latest_universal").write_text("step10_universal")
+    found = detect(tmp_path)
+    assert found is not None and found.path == tmp_path / "step10_universal"
 
 
 def test_only_safetensors_cannot_be_resumed(tmp_path):

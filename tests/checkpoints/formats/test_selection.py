@@ -671,3 +671,11 @@ def test_other_infinities_stay_refused(bad, tmp_path):
         "NaN or infinite elements in w",
         "--allow-nonfinite",
     )
+
+
+@pytest.mark.parametrize("target", ["ddp", "zero2", "fsdp"])
+def test_a_mask_beside_a_named_optimizer_is_a_buffer(target, tmp_path):
+    source = save_file({"model": {**TRUTH, "mask": MASK}, "optim": NAMED}, tmp_path / "a.pt")
+    succeeds(mmldlm("convert", source, tmp_path / "out", "--to", target), "taken as a mask")
+    succeeds(mmldlm("convert", tmp_path / "out", tmp_path / "back"))
+    assert torch.equal(load_file(tmp_path / "back" / "model.safetensors")["mask"], MASK)

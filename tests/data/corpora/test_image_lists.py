@@ -77,6 +77,20 @@ def test_three_forms_of_one_list(tmp_path):
         )
 
 
+def test_null_fields_count_as_absent_and_whole_floats_as_whole(tmp_path):
+    lines = [
+        {"image": "a.png", "caption": None, "text": "A cat", "group": 3.0},
+        {"image": None, "image_path": "b.png", "text": "A dog", "group": None, "image_id": 3},
+        {"image": "c.png", "text": "A cow", "group": 3.5},
+    ]
+    (tmp_path / "list.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    counts = Counter()
+    samples = list_jsonl(tmp_path / "list.jsonl", tmp_path, counts)
+    assert [(s.image, s.caption) for s in samples] == [("a.png", "A cat"), ("b.png", "A dog")]
+    assert {sample.group for sample in samples} == {"group 3"}
+    assert counts == {"read": 3, "drop_bad_record": 1}
+
+
 def test_bad_records_are_counted(tmp_path):
     lines = [
         '{"image": "a.png", "caption": "x"}',
@@ -91,6 +105,17 @@ def test_bad_records_are_counted(tmp_path):
     counts = Counter()
     assert [s.image for s in list_jsonl(tmp_path / "list.jsonl", tmp_path, counts)] == ["a.png"]
     assert counts == {"read": 6, "drop_bad_record": 3, "drop_no_caption": 1, "drop_not_unicode": 1}
+
+
+def test_absolute_paths_are_named_below_the_folder_even_through_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    paths = [tmp_path / "link" / "a" / "1.png", tmp_path / "real" / "b" / "1.png", "/else/1.png"]
+    lines = [json.dumps({"image": str(path), "caption": "x"}) for path in paths]
+    (tmp_path / "list.jsonl").write_text("\n".join(lines))
+    samples = list_jsonl(tmp_path / "list.jsonl", tmp_path / "link", Counter())
+    assert [sample.image for sample in samples] == ["a/1.png", "b/1.png", "1.png"]
+    assert [str(sample.path) for sample in samples] == list(map(str, paths))
 
 
 @pytest.mark.parametrize("content", ["{", '{"info": 1}', "3"])

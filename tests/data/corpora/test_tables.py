@@ -39,6 +39,12 @@ def test_a_column_is_a_corpus(tmp_path, name, separator, mark):
     assert list(corpus) == list(corpus), "it can be read again"
 
 
+def test_empty_lines_are_no_records_but_empty_cells_are_counted(tmp_path):
+    (tmp_path / "a.csv").write_text('\ntext\nOne.\n\n""\nTwo.\n')
+    corpus = open_corpus(tmp_path / "a.csv")
+    assert list(corpus) == ["One.", "Two."] and corpus.counts == {"read": 3, "drop_empty": 1}
+
+
 def test_a_compressed_table_and_a_folder_of_tables(tmp_path):
     plain = write_table(tmp_path / "a.csv", ",")
     (tmp_path / "b.csv.gz").write_bytes(gzip.compress(plain.read_bytes()))
@@ -58,6 +64,7 @@ def test_a_compressed_table_and_a_folder_of_tables(tmp_path):
         (b"id,body\n1,x\n", "columns id, body"),
         (b"text,text\n1,x\n", "columns text, text"),
         (b"A sentence without a header.\n", "columns A sentence without a header."),
+        (b"id,text\r1,x\r2,y\r", "line 1 in which lines end in \\r"),
         (b"id,text\n1,x\n2,y,z\n", "line 3: 3 fields, where the first one has 2"),
         (b'id,text\n1,"x\ny"\n2\n', "line 4: 1 fields, where the first one has 2"),
         (b'id,text\n1,"x" y\n', "line 2: ',' expected after '\"'"),

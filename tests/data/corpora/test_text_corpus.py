@@ -46,6 +46,13 @@ def test_folder_is_read_in_order_and_split(tmp_path):
     ]
 
 
+def test_binary_sentences_of_a_folder_are_counted(tmp_path):
+    (tmp_path / "a.txt").write_text("It runs. It\0stops. It ends.")
+    corpus = open_corpus(tmp_path)
+    assert list(corpus) == ["It runs.", "It ends."]
+    assert corpus.counts["read"] == 3 and corpus.counts["drop_not_text"] == 1
+
+
 @pytest.mark.parametrize(
     ("name", "content", "found"),
     [

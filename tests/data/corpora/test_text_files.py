@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
+import io
 import json
+import os
 import tracemalloc
 
 import pytest
@@ -116,6 +119,31 @@ def test_a_compressed_file_is_complete_or_an_error(tmp_path, suffix):
         path.write_bytes(content)
         with pytest.raises(UserError, match="complete compressed file"):
             list(open_corpus(path))
+
+
+def test_a_long_window_is_no_damage(tmp_path):
+    zstandard = pytest.importorskip("zstandard")
+    settings = zstandard.ZstdCompressionParameters(window_log=28, enable_ldm=True)
+    frame = zstandard.ZstdCompressor(compression_params=settings).compressobj()
+    (tmp_path / "a.txt.zst").write_bytes(frame.compress(b"One.\nTwo.\n") + frame.flush())
+    assert list(open_corpus(tmp_path / "a.txt.zst")) == ["One.", "Two."]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.csv"])
+def test_an_error_of_the_disk_is_no_damage_of_the_file(tmp_path, monkeypatch, name):
+    raw = b"text\nOne.\nTwo.\n"
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    corpus = open_corpus(tmp_path / name)
+
+    class Broken(io.BytesIO):
+        def read(self, size=-1):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+        read1 = readline = read
+
+    monkeypatch.setattr(text_files, "open_regular", lambda path: Broken())
+    with pytest.raises(UserError, match=f"a readable file .*{name}(.|\n)*Stale"):
+        list(corpus)
 
 
 def test_joined_files_leave_no_byte_order_marks(tmp_path):

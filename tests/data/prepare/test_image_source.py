@@ -120,6 +120,49 @@ def test_a_folder_of_class_names_is_split(tmp_path):
     assert len({int(group) for split in (train, validation) for group in split.groups}) == 39
 
 
+def test_images_of_one_file_name_in_several_folders_keep_their_pixels(tmp_path):
+    lines = []
+    for number in range(12):
+        path = tmp_path / "outside" / str(number) / "image.png"
+        path.parent.mkdir(parents=True)
+        Image.new("RGB", (8, 8), (20 * number, 0, 0)).save(path)
+        lines.append(json.dumps({"image": str(path), "caption": f"red of {20 * number}"}))
+    for number in (10, 11):
+        (tmp_path / "outside" / str(number) / "image.png").write_bytes(b"damaged")
+    (tmp_path / "list").mkdir()
+    (tmp_path / "list" / "all.jsonl").write_text("\n".join(lines))
+    corpus = str(tmp_path / "list" / "all.jsonl")
+    root = prepare(ImageOptions(str(tmp_path / "s"), corpus, image_size=8, max_quarantined=0.5))
+    for split in _splits(root):
+        reds = split.get(range(len(split))).latents
+        codec = ImageCodec.open(root)
+        for image, caption in zip(codec.decode(reds), split.texts(range(len(split)))):
+            assert caption == f"red of {image[0, 0, 0]}"
+    manifest = json.loads((root / "manifest.json").read_text())
+    assert "file image.png (12)" in manifest["inputs"]
+    assert len((root / "quarantine.jsonl").read_text().splitlines()) == 2
+
+
+def test_captions_that_differ_in_case_are_kept_and_those_that_a_cut_makes_equal_are_not(tmp_path):
+    lines, words = [], "one two three four five six seven"
+    for number in range(20):
+        Image.new("RGB", (8, 8), (10 * number, 0, 0)).save(tmp_path / f"{number}.png")
+        captions = [f"a {number}", f"A {number}", f"{words} eight", f"{words} nine"]
+        lines.append(json.dumps({"image": f"{number}.png", "caption": captions}))
+    (tmp_path / "list.jsonl").write_text("\n".join(lines))
+    options = ImageOptions(
+        str(tmp_path / "s"),
+        str(tmp_path / "list.jsonl"),
+        image_size=8,
+        max_tokens=7,
+        tokenizer="words",
+        validation_samples=20,
+    )
+    corpus = Store(prepare(options)).manifest["corpus"]
+    assert corpus["read"] == 80 and corpus["kept"] == 60 and corpus["dropped"] == {"duplicate": 20}
+    assert verify(tmp_path / "s") == []
+
+
 def test_too_many_damaged_files_write_nothing(folder, tmp_path):
     with pytest.raises(UserError, match="29.png"):
         prepare(ImageOptions(str(tmp_path / "s"), str(folder), image_size=16))

@@ -61,12 +61,12 @@ def test_files_of_one_name_are_distinguished(tmp_path):
     for folder in "ab":
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "c.txt").write_text(folder)
-    groups = [{"c.txt": tmp_path / folder / "c.txt"} for folder in "ab"]
-    found = file_inputs(groups, FileIdentities(tmp_path / "none"))
+    named = [("c.txt", tmp_path / folder / "c.txt") for folder in "aba"]
+    found = file_inputs(named, FileIdentities(tmp_path / "none"))
     assert list(found) == ["file c.txt", "file c.txt (2)"] and len(set(found.values())) == 2
     (tmp_path / "b" / "c.txt").write_text("x")
     with pytest.raises(UserError, match=r"file c.txt \(2\) was "):
-        check_unchanged(groups, found, FileIdentities(tmp_path / "none"))
+        check_unchanged(named, found, FileIdentities(tmp_path / "none"))
 
 
 def test_differences_are_named():

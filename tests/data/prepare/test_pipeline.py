@@ -127,7 +127,9 @@ class TestWithTheEncoder:
         assert store.manifest["corpus"]["dropped"] == {"duplicate": 1, "too_short": 1}
         assert verify.verify(cut.output_dir) == []
 
-    def test_validation_corpus_is_removed_from_training(self, corpus_file, sentences, tmp_path):
+    def test_validation_corpus_is_removed_from_training(
+        self, corpus_file, sentences, tmp_path, capsys
+    ):
         path = tmp_path / "held.txt"
         held = [text.upper() for text in sentences[:7]] + ["A sentence that training never had."]
         path.write_text("\n".join(held))
@@ -137,6 +139,15 @@ class TestWithTheEncoder:
         assert _texts(root, "validation") == held
         assert _texts(root, "train") == sentences[7:]
         assert Store(root).manifest["corpus"]["dropped"] == {"in_validation_corpus": 7}
+        assert "txt:held.txt" in capsys.readouterr().out
+
+    def test_too_small_a_validation_corpus_is_named_with_its_own_counts(
+        self, corpus_file, tmp_path
+    ):
+        (tmp_path / "held.txt").write_text("A sentence that training never had.\nHi\nNo")
+        options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), str(tmp_path / "held.txt"))
+        with pytest.raises(UserError, match="of txt:held.txt(.|\n)*1 left \\(3 read, 2 dropped"):
+            pipeline.prepare(options)
 
     def test_truncation_does_not_leak_into_a_validation_corpus(
         self, corpus_file, sentences, tmp_path
@@ -342,6 +353,56 @@ class TestWithTheEncoder:
         assert corpus["chunked"] == corpus["read"] == 6 and corpus["kept"] == corpus["chunks"] > 12
         assert verify.verify(root) == []
 
+    @pytest.mark.parametrize("keep_duplicates", [False, True])
+    def test_no_document_is_in_both_splits(self, sentences, tmp_path, keep_duplicates):
+        path = tmp_path / "documents.jsonl"
+        # Documents share their first sentence, which is a piece of its own.
+        documents = [
+            " ".join([sentences[0], *sentences[start : start + 4]]) for start in range(1, 45, 2)
+        ]
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        root = pipeline.prepare(
+            PrepareOptions(
+                str(tmp_path / "s"),
+                str(path),
+                overlong="chunk",
+                max_tokens=14,
+                validation_samples=6,
+                keep_duplicates=keep_duplicates,
+            )
+        )
+        train, validation = (set(Store(root, s).documents) for s in ("train", "validation"))
+        assert train and not train & validation and len(Store(root, "validation")) >= 6
+        assert not _normal(_texts(root, "train")) & _normal(_texts(root, "validation"))
+        dropped = Store(root).manifest["corpus"]["dropped"]
+        assert ("in_validation" in dropped) == keep_duplicates
+        assert verify.verify(root) == []
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"max_samples": 60, "validation_samples": 20},
+            {"overlong": "chunk", "max_tokens": 8},
+            {"overlong": "truncate", "max_tokens": 8},
+        ],
+    )
+    def test_a_tokenizer_is_not_made_of_validation_texts(self, tmp_path, monkeypatch, options):
+        path, seen = tmp_path / "texts.txt", []
+        texts = [f"The number {n} is one more than {n - 1}. And {n} is less." for n in range(400)]
+        path.write_text("\n".join(texts))
+        make = pipeline.TextSource.make_tokenizer
+        monkeypatch.setattr(
+            pipeline.TextSource,
+            "make_tokenizer",
+            lambda self, texts: (seen.extend(texts), make(self, texts)),
+        )
+        root = pipeline.prepare(
+            PrepareOptions(str(tmp_path / "s"), str(path), tokenizer="words", **options)
+        )
+        validation = _texts(root, "validation")
+        assert len(validation) >= options.get("validation_samples", 3) and len(seen) > 100
+        assert not [text for text in validation for other in seen if text in other]
+
     def test_pieces_repeats_and_a_limit_are_accounted_for(self, sentences, tmp_path):
         path = tmp_path / "documents.jsonl"
         documents = [
@@ -414,6 +475,17 @@ def test_bad_options_are_refused_before_anything_is_read(corpus_file, tmp_path):
     refused("min-tokens", min_tokens=70)
     refused("max-samples", max_samples=0)
     refused("overlong", overlong="split")
+    refused("--text-field with records", text_field="body")
+
+
+def test_a_store_is_replaced_by_one_of_another_corpus(need_minilm, tmp_path):
+    for word in ("cat", "engine of the doctor"):
+        texts = [f"The {word} number {number} sleeps near the window." for number in range(40)]
+        (tmp_path / "texts.txt").write_text("\n".join(texts))
+        root = pipeline.prepare(
+            PrepareOptions(str(tmp_path / "s"), str(tmp_path / "texts.txt"), force=True)
+        )
+        assert verify.verify(root) == []
 
 
 def test_empty_and_filtered_out_corpora_are_refused(need_minilm, corpus_file, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from mmldlm.data.prepare import pipeline
 from mmldlm.data.prepare.options import PrepareOptions
 from mmldlm.data.prepare.task_queue import TaskQueue
-from mmldlm.data.prepare.work_dir import WorkDir, check_output_free
+from mmldlm.data.prepare.work_dir import RULES, WorkDir, check_output_free
 from mmldlm.errors import UserError
 
 
@@ -17,6 +17,20 @@ def test_only_one_preparation_at_a_time(corpus_file, tmp_path):
     work.open({"options": {}}, force=False)
     with pytest.raises(UserError, match="no other preparation"):
         pipeline.prepare(PrepareOptions(str(tmp_path / "s"), str(corpus_file), force=True))
+
+
+@pytest.mark.usefixtures("need_minilm")
+def test_a_complete_store_leaves_the_work_of_a_launch_that_replaces_it(corpus_file, tmp_path):
+    options = PrepareOptions(str(tmp_path / "s"), str(corpus_file))
+    pipeline.prepare(options)
+    work = WorkDir(tmp_path / "s", TaskQueue())
+    work.open({"options": {}}, force=False)
+    pipeline.prepare(options)
+    assert work.read_plan() == {"options": {}}
+    work.remove()
+    (tmp_path / "s.work").mkdir()
+    pipeline.prepare(options)
+    assert not (tmp_path / "s.work").exists()
 
 
 def test_differences_are_reported_with_both_values(tmp_path):
@@ -37,6 +51,14 @@ def test_differences_are_reported_with_both_values(tmp_path):
     ):
         assert part in error.value.found, error.value.found
     assert "seed" not in error.value.found
+
+
+def test_work_by_other_rules_is_not_mixed_with_new_work(tmp_path):
+    plan = {"options": {}, "corpus": {}, "shards": [1]}
+    WorkDir(tmp_path / "s", TaskQueue()).open(plan, force=False)
+    with pytest.raises(UserError, match="another version of mmldlm(.|\n)*--force"):
+        WorkDir(tmp_path / "s", TaskQueue()).open(plan | {"rules": RULES}, force=False)
+    assert not WorkDir(tmp_path / "s", TaskQueue()).open(plan | {"rules": RULES}, force=True)
 
 
 def test_a_damaged_plan_is_named_and_force_discards_its_work(tmp_path):

@@ -11,7 +11,8 @@ from mmldlm.observe.pages.svg import Interval, Line, Mark, interval_plot, line_p
 
 @pytest.mark.parametrize(
     "low, high",
-    [(0, 1), (0, 0.00031), (-3.2, 17.9), (0, 54.1), (0, 100), (0, 0), (-2, -2), (0.1, 1e6)],
+    [(0, 1), (0, 0.00031), (-3.2, 17.9), (0, 54.1), (0, 100), (0, 0), (-2, -2), (0.1, 1e6)]
+    + [(0.1, 0.1 + 1e-16), (2.5, 2.5 + 1e-13), (-1e9, -1e9 + 1e-4)],
 )
 def test_ticks_are_round_and_hold_the_range(low, high):
     marks = ticks(low, high)
@@ -32,6 +33,12 @@ def test_dots_stand_where_the_axis_says():
     line = next(node for node in figure.iter("line") if node.get("class") == "error")
     assert (float(line.get("x1")), float(line.get("x2"))) == (numbers["1"], numbers["3"])
     assert "caption" in [node.text for node in figure.iter("figcaption")]
+
+
+def test_a_series_of_nearly_one_value_is_a_line():
+    points = [(1.0, 0.1 + 0.2, 0.0), (2.0, 0.3, 0.0), (3.0, 0.3, 0.0)]
+    figure = line_plot([Line("a", points)], "step", "loss", "caption")
+    assert len(set(node.get("cy") for node in figure.iter("circle"))) == 1
 
 
 @pytest.mark.parametrize("log_x", [False, True])
