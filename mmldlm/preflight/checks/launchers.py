@@ -78,7 +78,9 @@ def launcher_probe(context: Context) -> Iterator[None]:
         ThreadPoolExecutor(1) as executor,
     ):
         hostfile = Path(folder) / "hostfile"
-        command = context.launcher_command([print_environment.__file__], hostfile, nodes)
+        command = context.launcher_command(
+            [print_environment.__file__, *PREFIXES], hostfile, nodes
+        )
         launch = executor.submit(run_command, command, {}, START_SECONDS)
         yield
         try:
@@ -105,10 +107,9 @@ def _parse_output(context: Context, output: str) -> tuple[dict[str, dict], list[
             # The timeout may have truncated the line.
             report = json.loads(report_json)
             if report["hostname"] in names:
-                environment = report["environment"]
                 launched[names[report["hostname"]]] = {
                     "rank": report["rank"],
-                    "variables": {k: v for k, v in environment.items() if k.startswith(PREFIXES)},
+                    "variables": report["variables"],
                 }
     return launched, [line for line in other if line.strip()]
 
