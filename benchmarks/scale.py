@@ -204,7 +204,7 @@ def node_facts(index: int) -> dict[str, Any]:
     if differs:
         files["shard-00003.tokens"] = {"blocks": f"{index:064x}"}
     ethernet = {
-        "name": "eth0", "address": f"10.1.{index // 256}.{index % 256}", "up": True,
+        "name": "eth0", "addresses": [f"10.1.{index // 256}.{index % 256}"], "up": True,
         "switched_on": True, "loopback": False, "virtual": False, "mtu": 1500,
     }  # fmt: skip
     return {
@@ -213,11 +213,11 @@ def node_facts(index: int) -> dict[str, Any]:
         "network": {
             "interfaces": [ethernet],
             "hostname": f"n{index}",
-            "hostname_addresses": [ethernet["address"]],
+            "hostname_addresses": ethernet["addresses"],
             "hostname_error": None,
             "hostname_seconds": 0.0,
-            "route_to_master": {"source": ethernet["address"], "interface": "eth0"},
-            "addresses": [ethernet["address"]],
+            "route_to_master": {"source": ethernet["addresses"][0], "interface": "eth0"},
+            "addresses": ethernet["addresses"],
             "ephemeral_ports": [32768, 60999],
         },
         "versions": {"packages": packages, "nccl": "2.27.3", "machine": "x86_64"},

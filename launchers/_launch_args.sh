@@ -118,10 +118,10 @@ mmldlm_torchrun_options() {
     [ ${#signals[@]} -eq 0 ] || MMLDLM_TORCHRUN+=(--signals-to-handle "$(IFS=,; echo "${signals[*]}")")
 }
 
-# Print the number of GPUs, or 1 without a GPU.
+# Print the number of GPUs that CUDA_VISIBLE_DEVICES leaves here, or 1 without a GPU.   (after mmldlm_env)
 mmldlm_default_procs() {
-    local gpus=0
-    if command -v nvidia-smi >/dev/null; then gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true); fi
+    local gpus
+    gpus=$(mmldlm_module mmldlm.utils.gpus) || return
     echo $((gpus > 0 ? gpus : 1))
 }
 

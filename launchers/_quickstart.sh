@@ -11,7 +11,7 @@ mmldlm_leave_platform
 mmldlm_env quickstart eval
 installed=$SECONDS
 
-if ! nvidia-smi -L >/dev/null 2>&1; then
+if [ "$("$PYTHON" "$MMLDLM_PACKAGE/utils/run_module.py" mmldlm.utils.gpus)" = 0 ]; then
     NPROC=${NPROC:-2}
     # Training allocates the same large buffers at every step: keeping them avoids page faults (a sixth of the time).
     # Not all in GLIBC_TUNABLES, which glibc truncates at the first colon for child processes.

@@ -3,7 +3,8 @@
 #   HOSTFILE=hostfiles/two_nodes bash launchers/mpi.sh data.latent_data_root=STORE [key=value ...]
 #
 #   HOSTFILE         a DeepSpeed hostfile (NAME slots=N); without it, this machine with NPROC_PER_NODE ranks
-#   MASTER_ADDR, MASTER_PORT   only if the first node's own name is not its address on the training network
+#   MASTER_ADDR      only if the first node's own name is not its address on the training network
+#   MASTER_PORT      default: a free port of the first node
 #   CARRY            further variables for the ranks, for example "NCCL_SOCKET_IFNAME HF_HOME": mpirun propagates none
 #   CONFIG_NAME, DS_CONFIG, LEARNING_RATE ...: as in launchers/single_node.sh
 #

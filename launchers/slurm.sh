@@ -33,7 +33,7 @@ restarts=${SLURM_RESTART_COUNT:-0}
 [ "$restarts" = 0 ] || set -- "$@" training.resume=auto
 mmldlm_check "$SLURM_NTASKS" "$@"
 # One address for all tasks: with its own address every task would wait for the others.
-MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)}
+MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}
 export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}"
 # srun does not inherit --cpus-per-task from the batch job (Slurm 22.05 and later): every rank would get one core.
 export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-1}}

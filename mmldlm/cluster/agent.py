@@ -36,6 +36,7 @@ _OTHER_FILES = 100
 # Bytes of the login shell's output that are kept.
 _KEPT_BYTES = 2000
 _NO_CWD, _NO_PYTHON = 70, 71
+# For sh, not for the login shell: csh and fish read redirections and tests in another way.
 BOOTSTRAP = (
     "cd {cwd} 2>/dev/null || exit 70; [ -x {python} ] || command -v {python} >/dev/null || exit"
     " 71; exec {python} -c {code}"
@@ -139,7 +140,10 @@ def _parse_answer(line: bytes) -> dict | None:
 def ssh_command(
     name: str, port: int | None, options: Iterable[str] = (), connect: int = CONNECT_SECONDS
 ) -> list[str]:
-    """Return an ssh command without prompts and with a connection timeout of `connect` seconds."""
+    """Return an ssh command without prompts and with a connection timeout of `connect` seconds.
+
+    The user's options come first: of each, ssh takes the first value that it finds.
+    """
     batch = [
         "-o",
         "BatchMode=yes",
@@ -149,7 +153,7 @@ def ssh_command(
         "ServerAliveInterval=5",
         "-T",
     ]
-    return ["ssh", *batch, *(["-p", str(port)] if port else []), *options, name]
+    return ["ssh", *options, *batch, *(["-p", str(port)] if port else []), name]
 
 
 class Agent:
@@ -182,7 +186,10 @@ class Agent:
         self.command = (
             ["sh", "-c", bootstrap]
             if local
-            else [*ssh_command(name, port, options, connect), bootstrap]
+            else [
+                *ssh_command(name, port, options, connect),
+                f"exec sh -c {shlex.quote(bootstrap)}",
+            ]
         )
         self._answers: queue.Queue = queue.Queue()
         self._stderr: list[str] = []
@@ -350,6 +357,16 @@ class AgentPool:
             return agent.request(action, args(agent.name) if callable(args) else args, timeout)
 
         return self._each([name for name in self.agents if name not in self.failures], one, action)
+
+    def request(
+        self, name: str, action: str, args: dict | None = None, timeout: float = 30
+    ) -> Any:
+        """Run an action on one node; return its value, None if it failed."""
+        return self._each(
+            [name] if name not in self.failures else [],
+            lambda agent: agent.request(action, args, timeout),
+            action,
+        ).get(name)
 
     def _each(
         self, names: Iterable[str], work: Callable[[Agent], Any], action: str

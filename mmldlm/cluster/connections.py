@@ -6,6 +6,8 @@ Run as a module it is the ProxyCommand of ssh for such logins: HOST PORT.
 from __future__ import annotations
 
 import contextlib
+import errno
+import math
 import os
 import select
 import shlex
@@ -26,6 +28,7 @@ from mmldlm.utils.network import port_owner
 SEGMENT = 500
 CONNECT_SECONDS = 3.0
 EXCHANGE_SECONDS = 6.0
+_THREADS = 64
 # Bytes per direction of a connection: enough segments to detect one percent loss, few enough for a
 # thousand nodes.
 EXCHANGE_MAX, EXCHANGE_MIN, EXCHANGE_TOTAL = 256 << 10, 16 << 10, 64 << 20
@@ -37,7 +40,7 @@ def listen(args: dict) -> dict:
     """Open listening sockets on args["ports"] (0: any free port), kept until `close`.
 
     Returns:
-        {"ports": [{"port"}, or {"port", "error", "holder"} for a port in use]}.
+        {"ports": [{"port"}, or with "error" and more of `describe_unusable_port`]}.
     """
     listeners = []
     for port in args["ports"]:
@@ -49,12 +52,19 @@ def listen(args: dict) -> dict:
             server.listen(4096)
         except OSError as error:
             server.close()
-            listeners.append({"port": port, "error": error.strerror, "holder": port_owner(port)})
+            listeners.append({"port": port, **describe_unusable_port(port, error)})
             continue
         _listening.append(server)
         threading.Thread(target=_accept, args=(server,), daemon=True).start()
         listeners.append({"port": server.getsockname()[1]})
     return {"ports": listeners}
+
+
+def describe_unusable_port(port: int, error: OSError) -> dict:
+    """Return the "error" of a port that cannot be bound, and the "holder" of one in use."""
+    in_use = error.errno == errno.EADDRINUSE
+    holder = {"holder": port_owner(port)} if in_use else {}
+    return {"error": describe_os_error(error), **holder}
 
 
 def close(args: dict) -> None:
@@ -97,6 +107,12 @@ def _read(connection: socket.socket, size: int) -> bytes:
     return data
 
 
+def connect_seconds(num_targets: int) -> float:
+    """Return the time limit of `connect`, should every target let it wait."""
+    longest = 2 * (CONNECT_SECONDS + EXCHANGE_SECONDS)  # a second attempt with small packets
+    return 40 + longest * math.ceil(num_targets / _THREADS)
+
+
 def connect(args: dict) -> list[dict]:
     """Exchange data with each (address, port) of args["to"], where an agent listens.
 
@@ -106,7 +122,7 @@ def connect(args: dict) -> list[dict]:
         whether small packets pass}.
     """
     size = max(min(EXCHANGE_MAX, EXCHANGE_TOTAL // max(len(args["to"]), 1)), EXCHANGE_MIN)
-    with ThreadPoolExecutor(64) as executor:
+    with ThreadPoolExecutor(_THREADS) as executor:
         return list(executor.map(lambda target: _attempt(target[0], target[1], size), args["to"]))
 
 

@@ -21,7 +21,7 @@ from mmldlm.utils.formatting import describe_os_error
 
 _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _RANGE = re.compile(r"\[[0-9,-]+\]")
-LOCAL_NAMES = ("localhost", "127.0.0.1", "::1")
+LOCAL_NAMES = ("localhost", "127.0.0.1")
 _PIPE_SECONDS = 10.0
 _MAX_BYTES = 1 << 24
 
@@ -165,7 +165,7 @@ def _read_line(line: str, line_number: int) -> tuple[Node | None, str | None]:
             return (
                 None,
                 (
-                    f"{name!r} is an IPv6 address, which the launchers do not accept: write a host"
+                    f"{name!r} is an IPv6 address, over which ranks do not connect: write a host"
                     " name"
                 ),
             )

@@ -15,6 +15,9 @@ from mmldlm.utils.entry_point import module_command
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TRAIN = str(PACKAGE / "train.py")
+# From the start of a launcher to its first process on every node, with imports from a slow disk on
+# a busy node.
+START_SECONDS = 90.0
 
 
 def train_arguments(options: argparse.Namespace) -> list[str]:
@@ -38,6 +41,7 @@ def deepspeed_command(
     ssh_port: int | None,
     script: list[str],
     folder: str | None = None,
+    gpus: Sequence[int] = (),
 ) -> list[str]:
     """Return the `deepspeed` (pdsh) command for the head node.
 
@@ -55,6 +59,7 @@ def deepspeed_command(
             DeepSpeed pastes them into a shell line.
         folder: Working folder of the command (default: the current one), which DeepSpeed pastes
             too.
+        gpus: GPUs of this machine for the ranks, if `local`; by default the first ones.
 
     Raises:
         UserError: a path that DeepSpeed pastes into a shell line is not plain text.
@@ -64,14 +69,10 @@ def deepspeed_command(
     )
     if local:
         # A missing path: DeepSpeed would read /job/hostfile if it exists.
-        runner += [
-            "--hostfile",
-            "/nonexistent",
-            "--num_gpus",
-            str(nodes[0].slots),
-            "--log_level",
-            "error",
-        ]
+        runner += ["--hostfile", "/nonexistent", "--log_level", "error"]
+        # With --num_gpus it deletes CUDA_VISIBLE_DEVICES, and takes the first GPUs.
+        chosen = f"localhost:{','.join(map(str, gpus))}"
+        runner += ["--include", chosen] if gpus else ["--num_gpus", str(nodes[0].slots)]
         return [*runner, *script]
     script = run_decoded.encode(script)
     _check_plain(
@@ -120,9 +121,18 @@ def torchrun_command(
 
 
 def mpi_command(
-    nodes: Sequence[Node], local: bool, ssh_port: int | None, script: list[str]
+    nodes: Sequence[Node],
+    local: bool,
+    address: str,
+    port: int,
+    ssh_port: int | None,
+    script: list[str],
 ) -> list[str]:
-    """Return Open MPI's `mpirun` command, with ranks in hostfile order."""
+    """Return Open MPI's `mpirun` command, with ranks in hostfile order.
+
+    It passes no variables by itself: a MASTER_PORT of this shell would reach only the ranks of
+    this machine.
+    """
     hosts = ",".join(f"{'localhost' if local else node.name}:{node.slots}" for node in nodes)
     num_ranks = sum(node.slots for node in nodes)
     command = [
@@ -135,6 +145,10 @@ def mpi_command(
         "slot",
         "--bind-to",
         "none",
+        "-x",
+        f"MASTER_ADDR={address}",
+        "-x",
+        f"MASTER_PORT={port}",
     ]
     agent = "ssh -o BatchMode=yes" + (f" -p {ssh_port}" if ssh_port else "")
     command += ["--mca", "plm_rsh_agent", agent]
@@ -144,25 +158,31 @@ def mpi_command(
 
 
 # Slurm sets neither RANK nor a master address; with all five variables, tasks need no discovery.
-_FROM_SLURM = (
-    "export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS MASTER_ADDR=$1"
-    ' MASTER_PORT=$2; shift 2; exec "$@"'
-)
+# SLURM_PROCID is not the rank: Slurm numbers tasks in its own order of the nodes, by which another
+# node than the first of the hostfile may have rank 0, and with it the master.
+_FROM_SLURM = """\
+case ,$4, in *,$SLURMD_NODENAME,*) ;; *)
+    echo "error: Slurm's node $SLURMD_NODENAME is none of the hostfile's: $4" >&2; exit 1 ;;
+esac
+before=,$4,; before=${before%%,"$SLURMD_NODENAME",*}; before=${before//[!,]/}
+export RANK=$((${#before} * $3 + SLURM_LOCALID)) LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
+export MASTER_ADDR=$1 MASTER_PORT=$2; shift 4; exec "$@"
+"""
 
 
 def srun_command(nodes: Sequence[Node], address: str, port: int, script: list[str]) -> list[str]:
-    """Return Slurm's `srun` command inside an allocation; it exports the full environment by
-    default.
+    """Return Slurm's `srun` command inside an allocation, with ranks in hostfile order; it exports
+    the full environment by default.
+
+    Args:
+        nodes: Hosts, by Slurm's names of them, all with the same slots.
+        address: Address of the first node for the other ranks.
+        port: Port there.
+        script: Script and arguments.
     """
-    command = [
-        "srun",
-        "--nodes",
-        str(len(nodes)),
-        "--ntasks-per-node",
-        str(nodes[0].slots),
-        "--kill-on-bad-exit=1",
-    ]
-    command += ["--nodelist", ",".join(node.name for node in nodes)]
+    slots, names = nodes[0].slots, ",".join(node.name for node in nodes)
+    command = ["srun", "--nodes", str(len(nodes)), "--ntasks", str(slots * len(nodes))]
+    command += ["--ntasks-per-node", str(slots), "--kill-on-bad-exit=1", "--nodelist", names]
     # A variable of the batch job, which srun does not inherit (since Slurm 22.05).
     if "SLURM_CPUS_PER_TASK" in os.environ:
         command += ["--cpus-per-task", os.environ["SLURM_CPUS_PER_TASK"]]
@@ -174,6 +194,8 @@ def srun_command(nodes: Sequence[Node], address: str, port: int, script: list[st
         "bash",
         address,
         str(port),
+        str(slots),
+        names,
         sys.executable,
         "-u",
         *script,

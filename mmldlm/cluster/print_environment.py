@@ -1,5 +1,5 @@
-"""Print the environment received from the launcher, after MARK; started by its path instead of
-train.py.
+"""Print the variables received from the launcher whose names begin with one of the arguments,
+after MARK; started by its path instead of train.py.
 
 Imports nothing of mmldlm: only the launcher is tested, not the files on the node (PY002, VER002).
 """
@@ -16,6 +16,9 @@ MARK = "@environment "
 if __name__ == "__main__":
     names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
     rank = next((os.environ[name] for name in names if name in os.environ), None)
-    report = {"hostname": socket.gethostname(), "rank": rank, "environment": dict(os.environ)}
-    # One write, so that lines of other ranks do not interleave.
+    prefixes = tuple(sys.argv[1:])
+    variables = {name: text for name, text in os.environ.items() if name.startswith(prefixes)}
+    report = {"hostname": socket.gethostname(), "rank": rank, "variables": variables}
+    # One short write, so that lines of other ranks do not interleave: mpirun passes on 4 KiB at a
+    # time, which a whole environment often exceeds.
     sys.stdout.write(f"{MARK}{json.dumps(report)}\n")

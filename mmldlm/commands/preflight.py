@@ -63,7 +63,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="ARG",
-        help="additional argument for ssh (repeatable)",
+        help="additional argument for ssh, before mmldlm's own (repeatable)",
     )
     add = parser.add_argument_group("checks").add_argument
     add("--strict", action="store_true", help="treat warnings as failures")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,6 +20,10 @@ from mmldlm.preflight.context import Context
 from mmldlm.preflight.runner import run_preflight
 from mmldlm.utils.run_files import LOGS
 from mmldlm.utils.screen import print_line
+
+# Seconds before the first, the second and every further retry: what has failed (a full disk, a
+# node that starts again, a name server) may need time.
+RETRY_PAUSES = (10, 30, 60)
 
 
 def launch(args: argparse.Namespace) -> int:
@@ -49,7 +54,6 @@ def launch(args: argparse.Namespace) -> int:
             if failures == args.retries or not _is_retryable(outcome, context):
                 return outcome.code
             failures += 1
-            print_line(f"\nattempt {failures + 1} of {args.retries + 1}")
         # Only a checkpoint saved by this launch is resumed: auto would otherwise start from
         # scratch, or take a checkpoint of another run instead of the requested training.resume.
         if latest_checkpoint(run_dir) not in (None, initial_checkpoint):
@@ -58,6 +62,11 @@ def launch(args: argparse.Namespace) -> int:
             nodes.take_back(outcome.returned)
         elif nodes is not None and not nodes.exclude(outcome.failed_nodes):
             return outcome.code
+        if not outcome.returned:
+            pause = RETRY_PAUSES[min(failures, len(RETRY_PAUSES)) - 1]
+            print_line(f"\nattempt {failures + 1} of {args.retries + 1} in {pause} s")
+            # No rank is running: a signal to this process ends the launch at once.
+            time.sleep(pause)
 
 
 def _attempt(

@@ -20,6 +20,7 @@ import time
 import psutil
 
 from mmldlm.cluster.agent import serve
+from mmldlm.cluster.connections import describe_unusable_port
 from mmldlm.launch import state_files
 from mmldlm.launch.rank_wrapper import (
     LAUNCH_ID_VAR,
@@ -27,7 +28,6 @@ from mmldlm.launch.rank_wrapper import (
     launch_file,
     state_file,
 )
-from mmldlm.utils.network import port_owner
 from mmldlm.utils.stop_signals import keep_exit_codes
 
 IDLE_TIMEOUT = 25.0
@@ -36,6 +36,7 @@ RECONNECT_GRACE = 10.0
 _launches: set[str] = set()
 _children: list[subprocess.Popen] = []
 _reserved: list[socket.socket] = []
+_gone: dict[int, float] = {}  # pid of a wrapper -> when it was first missed, without a status
 
 
 def write_launch_file(args: dict) -> None:
@@ -64,7 +65,8 @@ def write_launch_file(args: dict) -> None:
 
 
 def reserve_port(args: dict) -> dict:
-    """Reserve args["port"] for a launch while this agent lives; return {} or {"error", "holder"}.
+    """Reserve args["port"] for a launch while this agent lives; return {}, or {"error"} and more
+    about the port.
 
     The port itself is for rank 0. Two simultaneous launches would both find it free, and their
     ranks would join one process group. An abstract socket with the port in its name, unique per
@@ -87,7 +89,7 @@ def reserve_port(args: dict) -> dict:
             probe.bind(("", port))
             probe.listen()
         except OSError as error:
-            return {"error": error.strerror, "holder": port_owner(port)}
+            return describe_unusable_port(port, error)
     return {}
 
 
@@ -128,7 +130,8 @@ def report_ranks(args: dict) -> dict:
     statuses of torchrun}.
 
     A rank is "alive" while its wrapper runs, and "orphan" if its launcher has ended; "heartbeat"
-    is the last one of a script that sends them, or None. The launch file, which may contain
+    is the last one of a script that sends them, or None. A wrapper that was killed wrote no status
+    and no "ended", which is then when it was first missed. The launch file, which may contain
     secrets, is deleted once args["slots"] ranks have read it.
     """
     launch = args["launch"]
@@ -147,6 +150,8 @@ def report_ranks(args: dict) -> dict:
         if parent is None:
             state = state_files.read_newest(launch, name).get(name, state)
         state["alive"], state["orphan"] = parent is not None, parent not in (None, state["parent"])
+        if state["exit"] is None and parent is None:
+            state["ended"] = _gone.setdefault(state["pid"], time.time())
         state["heartbeat"] = heartbeats.get(heartbeat_file(host, state["rank"]))
         ranks.append(state)
     if len(ranks) == args.get("slots"):
@@ -177,13 +182,14 @@ def start_launcher(args: dict) -> int:
     return child.pid
 
 
-def signal_ranks(args: dict) -> int:
-    """Send args["signal"] to train.py of every rank on this node; return the number of ranks."""
-    states = [state for state in report_ranks(args)["ranks"] if state["alive"]]
-    for state in states:
-        with contextlib.suppress(OSError):
-            os.kill(state["child"], getattr(signal, args["signal"]))
-    return len(states)
+def signal_ranks(args: dict) -> list[int]:
+    """Send args["signal"] to train.py of every rank on this node but those in args["told"]; return
+    their pids.
+    """
+    pids = [state["child"] for state in report_ranks(args)["ranks"] if state["alive"]]
+    new = [pid for pid in pids if pid not in args["told"]]
+    _send(new, getattr(signal, args["signal"]))
+    return new
 
 
 def stop(args: dict) -> int:

@@ -19,6 +19,8 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import read_text
 
 Views = dict[str, dict]
+# How ranks end that a launcher stops because of another one.
+_STOPPED = (EXIT_INTERRUPTED, 128 + signal.SIGTERM)
 
 
 @dataclass
@@ -90,18 +92,22 @@ def failed_rank_outcome(
             meaning here.
     """
     # Entries are (end time on the head's clock, node, state).
-    failed = []
+    failed, was_killed = [], False
     for name, view in views.items():
-        for state in view["ranks"]:
-            if state["exit"] is None and not state["alive"]:
-                killed = {**state, "exit": 128 + signal.SIGKILL, "last": _read_last_lines(state)}
-                failed.append((0.0, name, killed))
-            elif state["exit"] not in (None, EXIT_DONE):
-                failed.append((state["ended"] - clock_offsets.get(name, 0.0), name, state))
-    _, name, first = min(failed, key=lambda entry: entry[0])
-    code = _worst([state["exit"] for _, _, state in failed], is_script)
-    if interrupted and code in (EXIT_INTERRUPTED, *([128 + signal.SIGTERM] if is_script else ())):
-        return Outcome(code, "interrupted as requested")
+        for state in filter(has_failed, view["ranks"]):
+            if state["exit"] is None:
+                was_killed = True
+                killed = {"exit": 128 + signal.SIGKILL, "last": _read_last_lines(state)}
+                state = {**state, **killed}
+            failed.append((state["ended"] - clock_offsets.get(name, 0.0), name, state))
+    # That a wrapper was killed is seen late: its launcher may have stopped the others before.
+    own = [entry for entry in failed if entry[2]["exit"] not in _STOPPED]
+    _, name, first = min(own if was_killed else failed, key=lambda entry: entry[0])
+    codes = [state["exit"] for _, _, state in failed]
+    code = _worst(codes, is_script)
+    if interrupted and all(exit_code in _STOPPED for exit_code in codes):
+        # A rank that has not begun to handle signals ends by this one.
+        return Outcome(code if is_script else EXIT_INTERRUPTED, "interrupted as requested")
     last_lines = first.get("last") or []
     report = first.get("failure") or {"ranks": []}
     # The rank ended because another one stalled, died, or never came.

@@ -24,7 +24,7 @@ from mmldlm.cluster.env_propagation import (
     read_env_file,
     run_variables,
 )
-from mmldlm.cluster.launcher_commands import torchrun_command
+from mmldlm.cluster.launcher_commands import START_SECONDS, torchrun_command
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from mmldlm.launch import rank_wrapper
 from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
@@ -47,8 +47,6 @@ POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 # The node counts as lost if ssh does not reach it within so many seconds.
 CALL_SECONDS = 3
-# From the start of the launcher to its first process on every node.
-START_SECONDS = 60.0
 # After the first failure, other ranks may be ending with a better message.
 SETTLE_SECONDS = 3.0
 # The same for collective exits: rank 0 has more to write than the others.
@@ -97,6 +95,7 @@ class Watcher:
         self.process: subprocess.Popen | None = None
         self.interrupts = 0  # 2: stop immediately
         self._signalled: dict[int, float] = {}  # signal -> time of the first
+        self._told: dict[str, set[int]] = {}  # node -> pids of ranks that have had SIGTERM
         self.returned_nodes: Callable[[], list[str]] = list
         self._returned: list[str] = []
         self._follower: threading.Thread | None = None
@@ -129,6 +128,8 @@ class Watcher:
                     failed_nodes=[name],
                 )
             refused = self._prepare_nodes()
+            if refused is None and self.interrupts:
+                refused = Outcome(EXIT_INTERRUPTED, "interrupted before the ranks were started")
             if refused is None:
                 self._start()
             outcome = refused or self._watch()
@@ -252,10 +253,17 @@ class Watcher:
                 return
 
     def _copy_output(self) -> None:
-        with open(self.log_dir / "launcher.log", "a", encoding="utf-8") as log:
+        with contextlib.ExitStack() as stack:
+            log = None
+            # A full disk must not end this thread: nobody else reads the pipe, in which the
+            # launcher and its ranks would then wait for room.
+            with contextlib.suppress(OSError):
+                path = self.log_dir / "launcher.log"
+                log = stack.enter_context(open(path, "ab", buffering=0))
             for line in self.process.stdout:
-                log.write(line)
-                log.flush()
+                if log is not None:
+                    with contextlib.suppress(OSError):
+                        log.write(line.encode())
                 if LAUNCHER_NOISE.search(line):
                     continue
                 with contextlib.suppress(OSError):
@@ -284,9 +292,8 @@ class Watcher:
                 print_line(f"{', '.join(returned)} can train again: the ranks {self._at_signal}")
             if signal_time is None and (self.interrupts or self._returned):
                 signal_time = time.monotonic()
-                self.pool.call(
-                    "signal_ranks", {"launch": self.launch_id, "signal": "SIGTERM"}, timeout=10
-                )
+            if signal_time is not None:
+                self._signal_ranks()
             # A node that did not answer and was reached again answers in the next round: without
             # it, its ranks would seem to have vanished.
             outcome = None
@@ -303,6 +310,16 @@ class Watcher:
                     f"the ranks did not exit within {self.grace:.0f} s of the signal",
                 )
             time.sleep(max(POLL_SECONDS - (time.monotonic() - poll_time), 0))
+
+    def _signal_ranks(self) -> None:
+        """Send SIGTERM to the ranks that have not had it: some may have started since."""
+
+        def signal_args(name: str) -> dict:
+            told = sorted(self._told.get(name, ()))
+            return {"launch": self.launch_id, "signal": "SIGTERM", "told": told}
+
+        for name, pids in self.pool.call("signal_ranks", signal_args, timeout=10).items():
+            self._told.setdefault(name, set()).update(pids)
 
     def _unanswered(self, views: Views) -> Outcome:
         name = next(name for name in self.context.names if name not in views)
@@ -457,7 +474,8 @@ def rank_variables(context: Context) -> dict[str, str]:
             if name.startswith(DEEPSPEED_EXPORTS) and name != "PYTHONPATH":
                 variables[name] = value
     variables.update(run_variables())
-    if not context.has_gpus():
+    # None: no node was asked, and this machine may be a login node without GPUs.
+    if context.has_gpus() is False:
         variables.setdefault("DS_ACCELERATOR", "cpu")
         cores_per_rank = [
             memory["cores"] // context.slots(node)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import itertools
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from mmldlm.cluster.hostfile import Node, write_hostfile
 from mmldlm.cluster.launcher_commands import deepspeed_command, mpi_command, srun_command
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
+from mmldlm.utils.gpus import VISIBLE
 
 Facts = dict[str, dict[str, Any]]
 
@@ -119,13 +120,19 @@ class Context:
             if probe in facts and "value" not in facts[probe]
         }
 
-    def has_gpus(self) -> bool:
-        """Return whether any node (or this machine, if no node was asked) has a GPU."""
+    def has_gpus(self) -> bool | None:
+        """Return whether any node has a GPU; None if that is unknown: level 0 asks no other
+        machine.
+        """
         # Checks ask for every node: the first one with a GPU answers.
-        values = (self.value(name, "gpus") for name in self.facts)
-        asked = (value for value in values if value is not None)
-        first = next(asked, self.head_value("gpus") or {})
-        return any(entry.get("gpus") for entry in itertools.chain([first], asked))
+        answers = [self.head] if self.local and not self.facts else self.facts.values()
+        known = False
+        for answer in answers:
+            value = answer.get("gpus", {}).get("value")
+            if value is not None and value.get("gpus"):
+                return True
+            known = known or value is not None
+        return False if known else None
 
     @property
     def global_batch(self) -> int:
@@ -167,13 +174,30 @@ class Context:
         address, port = self.master_address(), self.options.master_port
         ssh_port = self.options.ssh_port
         if self.launcher == "mpi":
-            return mpi_command(nodes, self.local, ssh_port, script)
+            return mpi_command(nodes, self.local, address, port, ssh_port, script)
         if self.launcher == "slurm":
             return srun_command(nodes, address, port, script)
         write_hostfile(hostfile, nodes)
         return deepspeed_command(
-            nodes, self.local, str(hostfile), address, port, ssh_port, script, folder
+            nodes,
+            self.local,
+            str(hostfile),
+            address,
+            port,
+            ssh_port,
+            script,
+            folder,
+            self._chosen_gpus(),
         )
+
+    def _chosen_gpus(self) -> list[int]:
+        """Return the GPUs of this machine that CUDA_VISIBLE_DEVICES names for the ranks, if it
+        does.
+        """
+        if VISIBLE not in os.environ or not self.local or not self.has_gpus():
+            return []
+        facts = self.value(self.names[0], "gpus") or self.head_value("gpus")
+        return [gpu["index"] for gpu in facts["gpus"]][: self.world_size]
 
     def addresses(self, name: str) -> list[str]:
         """Return the addresses of a hostfile name, as this machine resolves it."""
@@ -198,8 +222,13 @@ class Context:
         if self.options.propagates_all:
             propagated = run_variables()
         else:
-            propagated = propagated_variables(self.launcher, self.has_gpus())
+            propagated = propagated_variables(self.launcher, bool(self.has_gpus()))
         return None if login is None or propagated is None else {**login, **propagated}
+
+    def gloo_interfaces(self, name: str) -> list[str]:
+        """Return the interfaces in GLOO_SOCKET_IFNAME of a rank on a node."""
+        names = (self.environment_on(name) or {}).get("GLOO_SOCKET_IFNAME", "")
+        return [interface for interface in names.split(",") if interface]
 
     def data_address(self, name: str) -> str:
         """Return the address that ranks on a node publish: of GLOO_SOCKET_IFNAME, else of the
@@ -207,20 +236,17 @@ class Context:
         """
         network = self.value(name, "network") or {}
         interfaces = network.get("interfaces", [])
-        interface = (self.environment_on(name) or {}).get("GLOO_SOCKET_IFNAME")
         # NET001 reports an unusable interface; the connections are then tested over a usable one.
         by_name = {
-            e["name"]: e["address"]
+            e["name"]: e["addresses"]
             for e in interfaces
-            if e["address"] and e["up"] and not e["loopback"]
+            if e["addresses"] and e["up"] and not e["loopback"]
         }
-        if interface in by_name:
-            return by_name[interface]
-        published = [
-            a
-            for a in network.get("hostname_addresses", [])
-            if not a.startswith("127.") and a in by_name.values()
-        ]
-        if published:
-            return published[0]
+        for interface in self.gloo_interfaces(name):
+            if interface in by_name:
+                return by_name[interface][0]
+        own = [address for addresses in by_name.values() for address in addresses]
+        for address in network.get("hostname_addresses", []):
+            if not address.startswith("127.") and address in own:
+                return address
         return (network.get("route_to_master") or {}).get("source") or name

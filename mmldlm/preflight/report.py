@@ -57,21 +57,18 @@ def nodes_of(result: Result) -> list[str]:
 
 
 def failing_nodes(context: Context, results: list[Result]) -> list[str]:
-    """Return the nodes that failed a check, in hostfile order.
+    """Return the nodes that failed a check, in hostfile order; no pair of the others has failed.
 
-    A failed pair does not identify one of its two nodes; only the node with the most failed pairs
-    is included.
+    A failed pair does not identify one of its two nodes: as long as there is one, the node with
+    the most of them is included, of several the last.
     """
-    failing = {r.node for r in results if r.status == FAIL and r.scope != "pair"}
-    pairs = Counter(
-        name for r in results if r.status == FAIL and r.scope == "pair" for name in nodes_of(r)
-    )
-    most = max(pairs.values(), default=0)
-    return [
-        name
-        for name in context.names
-        if name in failing or (pairs[name] > 1 and pairs[name] == most)
-    ]
+    failed = [r for r in results if r.status == FAIL]
+    failing = {r.node for r in failed if r.scope != "pair"}
+    pairs = [set(nodes_of(r)) for r in failed if r.scope == "pair"]
+    while pairs := [pair for pair in pairs if not pair & failing]:
+        counts = Counter(name for pair in pairs for name in pair)
+        failing.add(max(reversed(context.names), key=lambda name: counts[name]))
+    return [name for name in context.names if name in failing]
 
 
 def print_report(context: Context, results: list[Result], seconds: float, out: TextIO) -> None:

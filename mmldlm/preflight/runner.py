@@ -195,6 +195,7 @@ def collect_head(context: Context) -> None:
 def _probe_request(context: Context, probes: Iterable[str]) -> dict:
     """Return the arguments of the probes, and as "probes" those for which the config has them."""
     request: dict = {"names": context.names, "master": context.options.master_addr}
+    request["local"] = context.local
     if request["master"] is None and context.nodes and not context.local:
         # An address of the first node, to which the nodes look up their route.
         first = context.names[0]

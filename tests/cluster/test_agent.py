@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import resource
+import shlex
+import subprocess
 import sys
 
 import pytest
 
 from mmldlm.cluster import agent as agents
-from mmldlm.cluster.agent import Agent, AgentFailure, AgentPool, classify
+from mmldlm.cluster.agent import Agent, AgentFailure, AgentPool, classify, ssh_command
 from mmldlm.errors import UserError
 from mmldlm.preflight.runner import AGENT
 
@@ -75,6 +77,8 @@ def test_a_pool_answers_for_the_healthy_nodes():
         answers = pool.call("collect_facts", {"probes": ["identity", "limits"]}, timeout=8)
         assert set(answers) == {"good"} and answers["good"]["identity"]["value"]["hostname"]
         assert pool.failures["silent"].cause == "silent"
+        assert pool.request("good", "clock") > 0
+        assert pool.request("silent", "clock") is pool.request("broken", "clock") is None
         offset, slack = pool.clocks()["good"]
         assert abs(offset) <= slack + 1.0
     finally:
@@ -133,6 +137,30 @@ def test_an_error_of_an_action_does_not_end_the_agent():
         agent.stop()
     with pytest.raises(AgentFailure):
         agent.request("clock", timeout=5)
+
+
+def test_one_node_that_stalls_is_a_failure_of_that_node():
+    greeting = """print('@mmldlm {"hello": 1}', flush=True); import time; time.sleep(1000)"""
+    pool = AgentPool([local("stalled", [sys.executable, "-c", greeting])])
+    try:
+        pool.start()
+        assert pool.request("stalled", "listen", {"ports": [0]}, timeout=0.3) is None
+        assert pool.failures["stalled"].cause == "silent"
+    finally:
+        pool.stop()
+
+
+def test_the_login_shell_reads_nothing_but_words():
+    """Csh takes `2>/dev/null` for an argument 2 and a redirection of the output."""
+    remote, here = Agent("n1", AGENT), local("n1")
+    assert shlex.split(remote.command[-1]) == ["exec", *here.command]
+
+
+def test_options_of_the_user_come_before_those_of_the_agent():
+    """Of each, ssh takes the first."""
+    command = ssh_command("n1", 2222, ["-oConnectTimeout=30"])
+    done = subprocess.run([command[0], "-G", *command[1:]], capture_output=True, text=True)
+    assert "connecttimeout 30" in done.stdout and "port 2222" in done.stdout
 
 
 def test_a_held_port_names_its_holder():

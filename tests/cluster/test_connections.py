@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import struct
 import subprocess
@@ -30,6 +31,21 @@ def test_a_connection_without_data_is_an_error(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         (found,) = connections.connect({"to": [["127.0.0.1", server.getsockname()[1]]]})
     assert found["stalled"] and not found["small_pass"] and "no data passes" in found["error"]
+
+
+def test_only_a_port_in_use_has_a_holder():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        (found,) = connections.listen({"ports": [port]})["ports"]
+    assert "in use" in found["error"] and found["holder"]["pid"] == os.getpid()
+    refused = connections.describe_unusable_port(80, PermissionError(13, "Permission denied"))
+    assert refused == {"error": "Permission denied"}
+
+
+def test_the_time_limit_grows_with_the_targets():
+    """Each may let the node wait, for as long as two attempts may take."""
+    few, many = (connections.connect_seconds(num_targets) for num_targets in (2, 2048))
+    assert few < 60 and many > 32 * 18
 
 
 def test_the_relay_carries_both_directions_in_small_segments():

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import time
 import pytest
 
 from mmldlm.cluster.hostfile import Node
-from mmldlm.cluster.launcher_commands import deepspeed_command, srun_command
+from mmldlm.cluster.launcher_commands import deepspeed_command, mpi_command, srun_command
 from mmldlm.errors import UserError
 
 NODES = [Node("n1", 1), Node("n2", 1)]
@@ -110,9 +111,39 @@ def test_srun_passes_address_and_arguments_unchanged(tmp_path):
         29500,
         ["-c", "import os, sys; print(os.environ['MASTER_ADDR'], sys.argv)", *ARGS],
     )
-    environment = {**os.environ, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "1"}
+    environment = {**os.environ, "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
+    environment["SLURMD_NODENAME"] = "n1"
     own = line[line.index("bash") :]  # what srun starts on a node
     done = subprocess.run(
         own, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout == f"$(touch pwned) {['-c', *ARGS]}\n" and not (tmp_path / "pwned").exists()
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun")
+def test_mpirun_passes_the_master_of_the_launch(monkeypatch):
+    """Not what this shell exports, which only the ranks of this machine would get."""
+    monkeypatch.setenv("MASTER_PORT", "29777")
+    monkeypatch.setenv("MASTER_ADDR", "n9")
+    says = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
+    line = mpi_command([Node("localhost", 1)], True, "10.0.0.1", 29611, None, ["-c", says])
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "10.0.0.1 29611\n", done.stderr
+
+
+def test_srun_starts_ranks_in_the_order_of_the_hostfile():
+    """Slurm's own is that of its names: node-1 would have rank 0 here, and node-9 the master."""
+    nodes = [Node("node-9", 2), Node("node-1", 2), Node("node-10", 2)]
+    says = "import os; print(*(os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE')))"
+    line = srun_command(nodes, "10.0.0.9", 29500, ["-c", says])
+    assert line[line.index("--ntasks") + 1] == "6"
+
+    def task(name: str, local_rank: int) -> subprocess.CompletedProcess:
+        of_slurm = {"SLURMD_NODENAME": name, "SLURM_LOCALID": str(local_rank), "SLURM_NTASKS": "6"}
+        command = line[line.index("bash") :]
+        environment = {**os.environ, **of_slurm, "SLURM_PROCID": "5"}
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    tasks = [task(node.name, local_rank).stdout for node in nodes for local_rank in (0, 1)]
+    assert tasks == [f"{rank} {rank % 2} 6\n" for rank in range(6)]
+    assert "Slurm's node node-2 is none of the hostfile's" in task("node-2", 0).stderr

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -127,9 +128,14 @@ def test_a_missing_store_is_bad_input_and_nothing_starts(tmp_path):
 
 
 def replace_parts(context, monkeypatch, watcher):
-    """Let launch() run without a preflight and with another watcher."""
+    """Let launch() run without a preflight and with another watcher; return the seconds of its
+    pauses, which are left out.
+    """
+    pauses = []
     monkeypatch.setattr(launcher, "Watcher", watcher)
     monkeypatch.setattr(launcher, "run_preflight", lambda args: (context, 0))
+    monkeypatch.setattr(launcher, "time", SimpleNamespace(sleep=pauses.append))
+    return pauses
 
 
 @pytest.mark.parametrize(
@@ -251,7 +257,7 @@ def test_a_retry_resumes_only_what_this_launch_has_saved(tmp_path, monkeypatch, 
                 save(7)
             return Outcome(1, "rank 3 ended first")
 
-    replace_parts(context, monkeypatch, Fails)
+    pauses = replace_parts(context, monkeypatch, Fails)
     if resume:
         save(6)  # of an earlier run, which the explicit resume leaves aside
     given = ["--config-name", "tiny", "logging.run_name=run", *resume]
@@ -270,5 +276,5 @@ def test_a_retry_resumes_only_what_this_launch_has_saved(tmp_path, monkeypatch, 
     )
     assert launcher.launch(args) == 1
     auto = [*given, "training.resume=auto"]
-    assert seen[:3] == [given, given, auto]
+    assert seen[:3] == [given, given, auto] and pauses == [10, 30, 60]
     assert load_config("tiny", None, seen[3][2:]).training.resume == "auto"

@@ -126,9 +126,12 @@ def test_a_killed_wrapper_takes_its_rank_along_and_is_seen(launched):
     assert process.stdout.readline() == "started\n"
     (state,) = states(id)
     assert state["alive"] and state["exit"] is None
+    killed = time.time()
     process.kill()
     (state,) = states(id, until=lambda found: not found[0]["alive"])
-    assert state["exit"] is None
+    assert state["exit"] is None and killed <= state["ended"] <= time.time()
+    time.sleep(0.1)
+    assert states(id)[0]["ended"] == state["ended"]  # when it was first missed
     deadline = time.monotonic() + 30
     while node_agent.launch_processes(id) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -139,8 +142,10 @@ def test_signals_reach_the_rank_and_its_death_by_one_is_a_status(launched):
     id, start = launched
     process = start(SLEEPER)
     process.stdout.readline()
-    states(id)
-    assert node_agent.signal_ranks({"launch": id, "signal": "SIGTERM"}) == 1
+    (state,) = states(id)
+    request = {"launch": id, "signal": "SIGTERM"}
+    assert node_agent.signal_ranks({**request, "told": [state["child"]]}) == []
+    assert node_agent.signal_ranks({**request, "told": []}) == [state["child"]]
     assert process.wait(60) == 128 + signal.SIGTERM
     assert states(id)[0]["exit"] == 128 + signal.SIGTERM
 

@@ -177,3 +177,87 @@ def test_only_the_same_signal_again_means_at_once(watched, monkeypatch):
         clock[0] += seconds
         one._count_interrupt(signum, None)
         assert one.interrupts == count
+
+
+def test_an_interrupt_reaches_ranks_that_start_after_it(watched, monkeypatch):
+    """They may be there only minutes after Ctrl-C: a slow import, a node that is late."""
+    one, states, views = watched
+    monkeypatch.setattr(watcher, "POLL_SECONDS", 0.0)
+    pids, told, polls = {"a": [7], "b": [], "c": []}, [], []
+
+    def call(action, args=None, timeout=0):
+        if action == "signal_ranks":
+            given = {name: args(name)["told"] for name in views}
+            new = {name: [p for p in pids[name] if p not in given[name]] for name in views}
+            told.append({name: found for name, found in new.items() if found})
+            return new
+        polls.append(action)
+        if len(polls) == 2:
+            pids.update(b=[8], c=[9])
+        if len(polls) == 4:
+            for state in states.values():
+                state.update(exit=EXIT_INTERRUPTED, alive=False)
+        return views
+
+    one.pool.call, one.interrupts = call, 1
+    assert one._watch().reason == "interrupted as requested"
+    assert told == [{"a": [7]}, {"b": [8], "c": [9]}, {}, {}]
+
+
+def test_nothing_is_started_after_an_interrupt(watched, monkeypatch):
+    one, _, _ = watched
+    one.pool.start = lambda: one._count_interrupt(signal.SIGINT, None)
+    stop, one.pool.stop = one.pool.stop, lambda: None
+    monkeypatch.setattr(one, "_prepare_nodes", lambda: None)
+    monkeypatch.setattr(one, "_start", lambda: pytest.fail("the launcher was started"))
+    outcome = one.run()
+    one.pool.stop = stop
+    assert (outcome.code, outcome.interrupted) == (EXIT_INTERRUPTED, True)
+    assert outcome.reason == "interrupted before the ranks were started"
+
+
+def test_a_rank_that_cannot_yet_save_ends_by_the_signal_as_requested(watched):
+    one, states, views = watched
+    one.interrupts = 1
+    for state, code in zip(states.values(), (EXIT_INTERRUPTED, 143, 143), strict=True):
+        state.update(exit=code, alive=False)
+    outcome = one.evaluate(views, False, 10.0)
+    assert (outcome.code, outcome.reason) == (EXIT_INTERRUPTED, "interrupted as requested")
+
+
+def test_a_wrapper_that_the_launcher_killed_hides_no_fault(watched):
+    """As mpirun does to all others when a rank ends with an error."""
+    one, states, views = watched
+    now = time.time()
+    states["a"].update(alive=False, ended=now + 1.0)
+    states["b"].update(exit=1, alive=False, ended=now, last=["KeyError: 'x'"])
+    outcome = one.evaluate(views, False, 10.0)
+    assert outcome.failed_nodes == ["b"] and outcome.last_lines == ["KeyError: 'x'"]
+    # It ended first: the others were stopped for it, or failed later.
+    states["b"].update(exit=128 + signal.SIGTERM)
+    states["c"].update(exit=1, alive=False, ended=now + 3.0)
+    outcome = one.evaluate(views, False, 10.0)
+    assert outcome.failed_nodes == ["a"] and "rank 0 on a ended first" in outcome.reason
+
+
+def test_a_full_disk_does_not_stop_the_reading_of_the_launchers_output(watched, capsys):
+    """Its ranks would wait for room in the pipe."""
+    one, _, _ = watched
+    (one.log_dir / "launcher.log").symlink_to("/dev/full")
+    words = [sys.executable, "-c", "print('x' * (1 << 20)); print('the end')"]
+    one.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    one._copy_output()
+    assert one.process.wait(30) == 0 and capsys.readouterr().out.endswith("the end\n")
+
+
+@pytest.mark.parametrize(("gpus", "accelerator"), [(None, None), ([], "cpu"), ([{}], None)])
+def test_cpus_are_forced_only_where_the_nodes_have_no_gpus(
+    watched, monkeypatch, gpus, accelerator
+):
+    """Level 0 asks this machine alone, which may be a login node without GPUs."""
+    one, _, _ = watched
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    one.context.head = {"gpus": {"value": {"absent": "no driver"}}}
+    if gpus is not None:
+        one.context.facts = {name: {"gpus": {"value": {"gpus": gpus}}} for name in "abc"}
+    assert watcher.rank_variables(one.context).get("DS_ACCELERATOR") == accelerator

@@ -45,3 +45,12 @@ def test_other_ends_and_jobs_without_the_wish_are_not_requeued(slurm):
         done = slurm(SRUN_CODE=code, REQUEUES=wish)
         assert done.returncode == int(code) and "requeue" not in done.stdout, done.stderr
     assert slurm(SRUN_CODE="5", REQUEUES="often").returncode == 2
+
+
+def test_a_job_of_thousands_of_nodes_finds_its_first(slurm, venv):
+    """Of which scontrol is still writing names when the first has been read."""
+    lines = 'if [ "$1" = show ]; then seq -f "node%05g" 20000; fi'
+    (venv / "bin" / "scontrol").write_text(f"#!/bin/bash\n{lines}\n")
+    (venv / "bin" / "srun").write_text('#!/bin/bash\necho "master $MASTER_ADDR"\n')
+    done = slurm()
+    assert (done.returncode, done.stdout.split()[-2:]) == (0, ["master", "node00001"]), done.stderr

@@ -36,6 +36,21 @@ def test_the_node_in_most_bad_pairs_is_excluded():
     assert failing_nodes(context, pairs) == ["c"]
 
 
+@pytest.mark.parametrize(
+    ("bad", "excluded"),
+    [
+        (["ab", "ba"], ["b"]),
+        (["ab", "cd"], ["b", "d"]),
+        (["ac", "bc", "dc", "ab"], ["b", "c"]),
+        (["ab", "bc", "cd", "da"], ["b", "d"]),
+    ],
+)
+def test_no_pair_of_the_nodes_that_passed_has_failed(bad, excluded):
+    context = make_context("abcd")
+    pairs = [Result(FAIL, node=f"{x}->{y}", scope="pair") for x, y in bad]
+    assert failing_nodes(context, pairs) == excluded
+
+
 def test_nodes_that_passed_are_a_hostfile_for_the_next_launch(tmp_path, capsys):
     context, path = make_context(slots=8), tmp_path / "passing_nodes.txt"
     failed = [Result(FAIL, node=name, id="X") for name in "abc"]

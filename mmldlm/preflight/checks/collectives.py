@@ -122,8 +122,11 @@ def _rounds_per_rank(
         (node, local_rank): [] for node in names for local_rank in range(context.slots(node))
     }
     for name, members in groups:
-        opened = pool.agents[members[0]].request("listen", {"ports": [0]})
-        pool.agents[members[0]].request("close")
+        opened = pool.request(members[0], "listen", {"ports": [0]})
+        pool.request(members[0], "close")
+        if opened is None:
+            # The node has stopped answering: this group has no results, which fails it.
+            continue
         ranks = [(node, r) for node in members for r in range(context.slots(node))]
         round_of_all = {
             "name": name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from mmldlm.cluster.agent import AgentPool
-from mmldlm.cluster.connections import SEGMENT
+from mmldlm.cluster.connections import SEGMENT, connect_seconds
 from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
 from mmldlm.preflight.checks.network import LOOKUP_SECONDS, default_interface
 from mmldlm.preflight.context import Context
@@ -43,7 +43,8 @@ def collect_connections(context: Context, pool: AgentPool) -> None:
             ]
             return {"to": to + [[address, reach_port] for address in candidates]}
 
-        answers = pool.call("connect", connect_args, timeout=60)
+        num_targets = 2 * (len(targets) - 1) + len(candidates)
+        answers = pool.call("connect", connect_args, timeout=connect_seconds(num_targets))
     finally:
         pool.call("close", timeout=10)
     for name, results in answers.items():
@@ -92,32 +93,31 @@ def _collect_master(context: Context, pool: AgentPool, ports: list[dict]) -> int
     }
     if "error" not in listening:
         return listening["port"]
-    for other in (options.master_port + step for step in (1, 11, 111)):
-        answer = pool.agents[first].request("listen", {"ports": [other]})["ports"][0]
-        if "error" not in answer:
-            context.master["free_port"] = other
-            break
+    others = [options.master_port + step for step in (1, 11, 111)]
+    others = [port for port in others if port < 1 << 16]
+    answer = pool.request(first, "listen", {"ports": others}, timeout=10) or {"ports": []}
+    free = [entry["port"] for entry in answer["ports"] if "error" not in entry]
+    context.master["free_port"] = next(iter(free), None)
     return ports[0]["port"]
 
 
 @check("NET004", 2, "node", "master port")
 def master_port_is_free(context):
-    """The master port is free on the first node; otherwise its owner is reported."""
+    """The master port can be used on the first node; the owner of one in use is reported."""
     listening = context.master.get("listening")
     if listening is None:
         return skip("the first node gave no answer" if context.nodes else "no nodes")
     name, port = context.names[0], context.master["port"]
     if "error" not in listening:
         return ok(f"{port} on {name}", name)
-    holder = listening.get("holder")
-    owner = f"pid {holder['pid']}: {holder['command']}" if holder else "a process of another user"
     free = context.master.get("free_port")
-    fix = (
-        f"end that process, or use --master_port {free}"
-        if free
-        else "end that process, or use another --master_port"
-    )
-    return fail(f"{port} is held by {owner}", f"port {port} free on {name}", fix, name)
+    fix = f"use --master_port {free}" if free else "use another --master_port"
+    expected = f"port {port} free on {name}"
+    if "holder" not in listening:
+        return fail(f"{port} cannot be used: {listening['error']}", expected, fix, name)
+    holder = listening["holder"]
+    owner = f"pid {holder['pid']}: {holder['command']}" if holder else "a process of another user"
+    return fail(f"{port} is held by {owner}", expected, f"end that process, or {fix}", name)
 
 
 @check("NET005", 2, "node", "master address")
@@ -230,8 +230,8 @@ def mtu_is_alike(context):
     interfaces = {}
     for name, network in context.probe_values("network").items():
         by_name = {entry["name"]: entry for entry in network["interfaces"] if entry["up"]}
-        interface = (context.environment_on(name) or {}).get("GLOO_SOCKET_IFNAME")
-        entry = by_name.get(interface if interface in by_name else default_interface(network))
+        chosen = (i for i in context.gloo_interfaces(name) if i in by_name)
+        entry = by_name.get(next(chosen, default_interface(network)))
         if entry is not None:
             interfaces[name] = entry
     if len(context.nodes) < 2 or len(interfaces) < 2:

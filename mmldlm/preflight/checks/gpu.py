@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import os
 
 from mmldlm.engines.deepspeed_config import check_fp16
 from mmldlm.errors import UserError
 from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
 from mmldlm.preflight.memory_model import GIB
 from mmldlm.utils.formatting import format_bytes
+from mmldlm.utils.gpus import VISIBLE, visible_gpus
 
 GPU_MEMORY_IN_USE = 2 * GIB
 NO_DRIVER = "no NVIDIA driver on this node (libnvidia-ml.so.1 is missing)"
@@ -29,7 +31,9 @@ def gpus(args: dict) -> dict:
     """Return {"gpus": [...], "driver"}, or {"absent": reason} on a node without an NVIDIA driver.
 
     The facts come from NVML, without torch and without nvidia-smi, which hangs together with the
-    driver. A reason that needs to be fixed comes with its "fix".
+    driver. A reason that needs to be fixed comes with its "fix". Of a run on this machine alone
+    (args["local"]), the GPUs are those that CUDA_VISIBLE_DEVICES leaves it; on other nodes
+    launchers set that variable.
 
     Per GPU: name, memory in bytes, ECC errors, row remapping, throttle reasons, recovery action,
     and its processes. A field that the GPU or driver does not support is None.
@@ -46,7 +50,10 @@ def gpus(args: dict) -> dict:
         fix = "reload the NVIDIA driver, or reboot the node"
         return {"absent": f"NVML does not start (code {error.value})", "fix": fix}
     try:
-        indices = range(pynvml.nvmlDeviceGetCount())
+        count = pynvml.nvmlDeviceGetCount()
+        indices = visible_gpus(pynvml) if args.get("local") else range(count)
+        if count and not indices:
+            return {"absent": f"{VISIBLE}={os.environ[VISIBLE]} hides all {count} GPU(s)"}
         return {
             "driver": pynvml.nvmlSystemGetDriverVersion(),
             "gpus": [_gpu(pynvml, index) for index in indices],
@@ -179,11 +186,12 @@ def gpus_for_all_slots(context):
                 name,
             )
         elif count < slots:
-            fix = (
-                f"set slots={count} for {name}"
-                if count
-                else f"delete {name} from the hostfile, or repair its driver"
-            )
+            if context.local:
+                fix = f"use --nproc {count}, or name more GPUs in {VISIBLE} if it is set"
+            elif count:
+                fix = f"set slots={count} for {name}"
+            else:
+                fix = f"delete {name} from the hostfile, or repair its driver"
             yield fail(f"{count} GPU(s) for {slots} slots", f"at least {slots}", fix, name)
         else:
             yield ok(f"{count} x {facts['gpus'][0].get('name')}", name)

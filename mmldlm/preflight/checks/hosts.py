@@ -57,16 +57,20 @@ def slots_are_even(context):
     """All nodes have the same number of ranks.
 
     With uneven slots DeepSpeed's launcher sets LOCAL_RANK = rank % slots: ranks are permuted, or
-    share a GPU.
+    share a GPU. srun starts the same number of tasks on every node.
     """
     counts = {node.slots for node in context.nodes}
     if len(counts) < 2:
         return ok(f"{max(counts, default=0)} per node")
     measured = ", ".join(f"{node.name}={node.slots}" for node in context.nodes)
-    if context.launcher == "deepspeed":
+    reasons = {
+        "deepspeed": "DeepSpeed computes LOCAL_RANK as rank % slots",
+        "slurm": "srun starts as many tasks on every node",
+    }
+    if context.launcher in reasons:
         return fail(
             measured,
-            "the same slots on all nodes (DeepSpeed computes LOCAL_RANK as rank % slots)",
+            f"the same slots on all nodes ({reasons[context.launcher]})",
             f"set slots={min(counts)} on every line, or remove the odd node",
         )
     return warn(measured, "the same slots on all nodes", "make them equal if ranks use wrong GPUs")
@@ -79,9 +83,11 @@ def single_host_is_this_one(context):
     """
     if len(context.nodes) != 1 or context.local or context.launcher != "deepspeed":
         return ok("not a hostfile with one host" if len(context.nodes) != 1 else "this machine")
+    if context.options.propagates_all:
+        return ok("mmldlm launch starts the ranks on the host named, wherever it is")
     name, network = context.nodes[0].name, context.head_value("network") or {}
-    addresses = {entry["address"] for entry in network.get("interfaces", ())}
-    if name == network.get("hostname") or set(context.addresses(name)) & addresses:
+    own = [address for e in network.get("interfaces", ()) for address in e["addresses"]]
+    if name == network.get("hostname") or set(context.addresses(name)) & set(own):
         return ok(f"{name} is this machine")
     measured = (
         f"the only host is {name}, which is not this machine; DeepSpeed would train here instead"

@@ -29,14 +29,13 @@ from mmldlm.cluster.env_propagation import (
     read_env_file,
     run_variables,
 )
+from mmldlm.cluster.launcher_commands import START_SECONDS
 from mmldlm.preflight.agent import run_command
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.preflight.context import Context
 from mmldlm.utils.environment import platform_variables
 from mmldlm.utils.formatting import join_some
 
-# Includes imports from a slow disk, on a busy node.
-SECONDS = 90.0
 CHECKS = {"ENV002", "LNCH003"}
 
 
@@ -79,8 +78,10 @@ def launcher_probe(context: Context) -> Iterator[None]:
         ThreadPoolExecutor(1) as executor,
     ):
         hostfile = Path(folder) / "hostfile"
-        command = context.launcher_command([print_environment.__file__], hostfile, nodes)
-        launch = executor.submit(run_command, command, {}, SECONDS)
+        command = context.launcher_command(
+            [print_environment.__file__, *PREFIXES], hostfile, nodes
+        )
+        launch = executor.submit(run_command, command, {}, START_SECONDS)
         yield
         try:
             result = launch.result()
@@ -106,10 +107,9 @@ def _parse_output(context: Context, output: str) -> tuple[dict[str, dict], list[
             # The timeout may have truncated the line.
             report = json.loads(report_json)
             if report["hostname"] in names:
-                environment = report["environment"]
                 launched[names[report["hostname"]]] = {
                     "rank": report["rank"],
-                    "variables": {k: v for k, v in environment.items() if k.startswith(PREFIXES)},
+                    "variables": report["variables"],
                 }
     return launched, [line for line in other if line.strip()]
 

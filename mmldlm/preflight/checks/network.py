@@ -1,6 +1,6 @@
 """Interfaces, addresses, names and routes of a node.
 
-IPv4 on Linux: the default of gloo's and NCCL's sockets.
+IPv4 on Linux: the default of gloo's and NCCL's sockets. An interface may have several addresses.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from mmldlm.utils.formatting import describe_os_error, join_some
 
 # A lookup that takes longer is slow.
 LOOKUP_SECONDS = 1.0
+# Of a name without an IPv4 address, in DNS and in /etc/hosts.
+_NO_IPV4 = (socket.EAI_NODATA, socket.EAI_ADDRFAMILY)
 VIRTUAL = ("docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "tunl", "kube")
 
 
@@ -36,9 +38,10 @@ def network(args: dict) -> dict:
         "hostname_seconds": lookup["seconds"],
         # As `hostname -I` prints them; DeepSpeed takes the first as the master's address.
         "addresses": [
-            e["address"]
+            address
             for e in entries
-            if e["address"] and e["switched_on"] and not e["loopback"]
+            if e["switched_on"] and not e["loopback"]
+            for address in e["addresses"]
         ],
         "route_to_master": route_to(args["master"], entries) if args.get("master") else None,
         "ephemeral_ports": [int(low), int(high)],
@@ -46,18 +49,22 @@ def network(args: dict) -> dict:
 
 
 def interfaces() -> list[dict]:
-    """Return every interface in the kernel's order; `up` means switched on and with a carrier."""
+    """Return every interface in the kernel's order, with its IPv4 addresses (gloo publishes the
+    first); `up` means switched on and with a carrier.
+    """
     import psutil
 
     addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
     entries = []
     for _, name in sorted(socket.if_nameindex()):
         flags = states[name].flags.split(",") if name in states else []
-        ipv4 = [entry for entry in addresses.get(name, ()) if entry.family == socket.AF_INET]
+        ipv4 = [
+            entry.address for entry in addresses.get(name, ()) if entry.family == socket.AF_INET
+        ]
         entries.append(
             {
                 "name": name,
-                "address": ipv4[0].address if ipv4 else None,
+                "addresses": ipv4,
                 "switched_on": "up" in flags,
                 "up": "up" in flags and "running" in flags,
                 "loopback": "loopback" in flags,
@@ -76,7 +83,7 @@ def route_to(address: str, interfaces: list[dict]) -> dict:
             source = probe.getsockname()[0]
     except OSError as error:
         return {"error": str(error)}
-    names = [entry["name"] for entry in interfaces if entry["address"] == source]
+    names = [entry["name"] for entry in interfaces if source in entry["addresses"]]
     return {"source": source, "interface": names[0] if names else None}
 
 
@@ -122,7 +129,9 @@ def _look_up(name: str) -> dict:
         )
         return {"addresses": addresses, "seconds": round(time.monotonic() - started, 2)}
     except OSError as error:
-        return {"error": describe_os_error(error), "seconds": round(time.monotonic() - started, 2)}
+        missing = "no IPv4 address, over which ranks connect"
+        reason = missing if error.errno in _NO_IPV4 else describe_os_error(error)
+        return {"error": reason, "seconds": round(time.monotonic() - started, 2)}
 
 
 def _ssh_host(name: str) -> str | None:
@@ -191,7 +200,7 @@ def interface_is_usable(context):
             yield ok(", ".join(f"{key}={value}" for key, value in variables.items()), name)
         elif usual is None and not context.local:
             yield fail(
-                "no interface is up with an address, except loopback and container bridges",
+                "no interface is up with an IPv4 address, except loopback and container bridges",
                 "one that leads to the other nodes",
                 "repair the node's network",
                 name,
@@ -210,24 +219,28 @@ def default_interface(facts: dict) -> str | None:
 
 
 def _is_usable(entry: dict) -> bool:
-    return entry["up"] and entry["address"] and not entry["loopback"] and not entry["virtual"]
+    return entry["up"] and entry["addresses"] and not entry["loopback"] and not entry["virtual"]
 
 
 def _interface_problem(key: str, value: str, facts: dict, usual: str | None) -> str | None:
-    """Return what is wrong with the interface that a variable selects; None if it is usable."""
+    """Return what is wrong with the interfaces that a variable selects; None if they are usable.
+
+    NCCL takes those that it can use; gloo takes turns on all that the variable names.
+    """
     is_gloo = key.startswith("GLOO")
-    if is_gloo and (value.startswith(("^", "=")) or "," in value):
-        return f"{key}={value}: gloo accepts one plain name"
+    if is_gloo and value.startswith(("^", "=")):
+        return f"{key}={value}: gloo accepts plain names, separated by commas"
     matching = _selected_interfaces("=" + value if is_gloo else value, facts["interfaces"])
-    if not matching:
+    present = [entry["name"] for entry in matching]
+    if not matching or (is_gloo and not set(filter(None, value.split(","))) <= set(present)):
         interfaces = ", ".join(entry["name"] for entry in facts["interfaces"])
         return f"{key}={value}: this node has only {interfaces}"
     usable = [entry["name"] for entry in matching if _is_usable(entry)]
-    if not usable:
-        entry = matching[0]
+    if not usable or (is_gloo and usable != present):
+        entry = next(entry for entry in matching if entry["name"] not in usable)
         problem = (
             "is loopback" if entry["loopback"] else "is a container bridge" if entry["virtual"]
-            else "is down" if not entry["up"] else "has no address"
+            else "is down" if not entry["up"] else "has no IPv4 address"
         )  # fmt: skip
         return f"{key}={value}: {entry['name']} {problem}"
     if usual is not None and usual not in usable:
@@ -249,7 +262,8 @@ def own_name_is_not_loopback(context):
             yield skip("GLOO_SOCKET_IFNAME is set (NET001)", name)
             continue
         usual = default_interface(facts)
-        better = next((e["address"] for e in facts["interfaces"] if e["name"] == usual), None)
+        own = {e["name"]: e["addresses"] for e in facts["interfaces"]}
+        better = next(iter(own.get(usual, ())), None)
         fix = f"on {name}, give {host} its address in /etc/hosts: '{better or 'ADDRESS'} {host}'"
         if not addresses:
             yield fail(
@@ -264,7 +278,7 @@ def own_name_is_not_loopback(context):
                 " loopback address"
             )
             yield fail(measured, f"{better or 'an address that the others can reach'}", fix, name)
-        elif not set(addresses) & {entry["address"] for entry in facts["interfaces"]}:
+        elif not set(addresses) & set().union(*own.values()):
             measured = f"{host} is {', '.join(addresses)}, an address of no interface on the node"
             yield fail(measured, f"{better or 'an own address'}", fix, name)
         else:

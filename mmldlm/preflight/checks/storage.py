@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from mmldlm.cluster.agent import AgentFailure, AgentPool
+from mmldlm.cluster.agent import AgentPool
 from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
 from mmldlm.utils.formatting import describe_os_error, format_bytes, join_some
 from mmldlm.utils.input_files import open_regular, read_bytes
@@ -178,15 +178,13 @@ def _visibility(
     """Return (writer, reader) -> whether a new file of the writer is visible; empty if it cannot
     be written.
     """
-    agent, text = pool.agents[writer], uuid.uuid4().hex
+    text = uuid.uuid4().hex
     probe = {"path": os.path.join(folders[writer], f".mmldlm_preflight_{text}"), "text": text}
-    try:
-        if "value" not in agent.request("write_probe_file", probe, 15):
-            return {}
-        answers = pool.call("read_probe_file", probe, timeout=15)
-        agent.request("remove_probe_file", probe, 15)
-    except (AgentFailure, RuntimeError):
+    written = pool.request(writer, "write_probe_file", probe, 15)
+    if written is None or "value" not in written:
         return {}
+    answers = pool.call("read_probe_file", probe, timeout=15)
+    pool.request(writer, "remove_probe_file", probe, 15)
     return {
         (writer, name): answer.get("value") == text
         for name, answer in answers.items()

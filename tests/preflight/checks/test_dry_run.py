@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mmldlm.preflight.check import FAIL, PASS, SKIP, WARN
+from mmldlm.preflight.checks import collectives
 from mmldlm.preflight.checks.collectives import CHECKPOINTS
 from tests.support.preflight_context import make_context, run
 
@@ -56,3 +57,19 @@ def test_a_slow_gpu_is_named_beside_those_of_its_own_node():
     alone = results(0.010, 0.010, 0.050, 0.011)
     assert alone["a"].status == WARN and "rank 2" in alone["a"].measured
     assert [found.status for found in results(0.01).values()] == [SKIP]
+
+
+def test_a_node_that_stalls_fails_its_groups_and_ends_nothing():
+    class Pool:
+        """Node a, the first of two groups, does not answer."""
+
+        def request(self, name, action, args=None, timeout=30):
+            return None if name == "a" else {"ports": [{"port": 4000}]}
+
+    context, names = make_context(), ["a", "b", "c"]
+    groups = collectives._collective_groups(context, names)
+    rounds = collectives._rounds_per_rank(context, Pool(), names, groups)
+    own = {node: [entry["name"] for entry in rounds[node, 0]] for node in names}
+    assert own == {"a": ["2.1"], "b": ["2.1"], "c": ["2.1"]}
+    context.collectives = {"rounds": groups, "ranks": {key: {} for key in rounds}}
+    assert run("COLL002", context)["a"].status == FAIL

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from mmldlm.preflight.check import FAIL, PASS, SKIP, WARN
 from mmldlm.preflight.checks import gpu as probe
+from mmldlm.utils.gpus import visible_gpus
 from tests.support.preflight_context import GIB, gpu, gpus, make_context, run
 
 
@@ -86,3 +88,80 @@ def test_no_driver_needs_no_nvidia_ml_py(monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", missing)
     found = run("GPU001", make_context(gpus=probe.gpus({})))["a"]
     assert found.status == SKIP and "no NVIDIA driver" in found.why
+
+
+class NvmlError(Exception):
+    pass
+
+
+def nvml(count: int) -> SimpleNamespace:
+    """NVML of a machine whose GPUs have the UUIDs GPU-a0, GPU-b1, ...; the last has one MIG
+    instance, MIG-x.
+    """
+
+    def by_uuid(uuid):
+        if uuid != "MIG-x":
+            raise NvmlError
+        return uuid
+
+    return SimpleNamespace(
+        NVMLError=NvmlError,
+        NVMLError_LibraryNotFound=NvmlError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlSystemGetDriverVersion=lambda: "570.1",
+        nvmlDeviceGetCount=lambda: count,
+        nvmlDeviceGetHandleByIndex=lambda index: index,
+        nvmlDeviceGetUUID=lambda index: f"GPU-{'abcd'[index]}{index}",
+        nvmlDeviceGetHandleByUUID=by_uuid,
+        nvmlDeviceGetDeviceHandleFromMigDeviceHandle=lambda instance: count - 1,
+        nvmlDeviceGetIndex=lambda index: index,
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("2,3", [2, 3]),
+        (" 3, 0", [3, 0]),
+        ("", []),
+        ("-1", []),
+        ("1,9,2", [1]),  # as CUDA, which ignores what follows
+        ("GPU-c,GPU-a0", [2, 0]),
+        ("MIG-x", [3]),
+        ("MIG-y", []),
+    ],
+)
+def test_visible_gpus_are_those_of_cuda(monkeypatch, value, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert visible_gpus(nvml(4)) == expected
+
+
+def test_a_run_on_this_machine_is_checked_on_its_visible_gpus_and_gets_them(monkeypatch, tmp_path):
+    """DeepSpeed's --num_gpus would take the first ones, which others may use."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(4))
+    monkeypatch.setattr(probe, "_gpu", lambda pynvml, index: gpu(index=index))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert len(probe.gpus({"local": False})["gpus"]) == 4
+    facts = probe.gpus({"local": True})
+    assert [entry["index"] for entry in facts["gpus"]] == [3, 1]
+    context = make_context(("localhost",), slots=2)
+    context.local, context.head = True, {"gpus": {"value": facts}}
+    command = context.launcher_command(["train.py"], tmp_path / "hostfile")
+    assert command[command.index("--include") + 1] == "localhost:3,1"
+    assert "--num_gpus" not in command
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    command = context.launcher_command(["train.py"], tmp_path / "hostfile")
+    assert command[command.index("--num_gpus") + 1] == "2" and "--include" not in command
+
+
+def test_hidden_gpus_are_a_cpu_run_and_the_report_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(2))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    context = make_context(("localhost",), gpus=probe.gpus({"local": True}))
+    context.local = True
+    assert context.has_gpus() is False
+    assert "CUDA_VISIBLE_DEVICES= hides all 2 GPU(s)" in run("GPU001", context)["localhost"].why

@@ -8,8 +8,8 @@ from mmldlm.preflight.report import exit_code
 from tests.support.preflight_context import make_context, run
 
 
-def test_uneven_slots_fail_under_deepspeed_only():
-    for launcher, status in (("deepspeed", FAIL), ("torchrun", WARN)):
+def test_uneven_slots_fail_where_the_launcher_cannot_have_them():
+    for launcher, status in (("deepspeed", FAIL), ("slurm", FAIL), ("torchrun", WARN)):
         context = make_context(launcher=launcher)
         context.nodes[2] = Node("c", 2)
         assert run("HOST002", context)[""].status == status
@@ -40,3 +40,12 @@ def test_a_node_on_which_nothing_could_be_measured_is_not_passed_over():
     found = run("SSH006", context)
     assert (found["a"].status, found["b"].status) == (PASS, ERROR)
     assert "collect_facts failed on b: BlockingIOError" in found["b"].why
+
+
+def test_a_launch_on_one_other_host_needs_no_option():
+    """It adds --force_multi; --strict would refuse the warning."""
+    context = make_context(("a",))
+    context.head["network"] = {"value": {"hostname": "here", "interfaces": []}}
+    assert run("HOST003", context)[""].status == WARN
+    context.options.propagates_all = True
+    assert run("HOST003", context)[""].status == PASS

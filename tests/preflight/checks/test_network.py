@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
+from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from mmldlm.preflight.check import FAIL, PASS, WARN
@@ -12,10 +15,10 @@ from tests.support.preflight_context import make_context, run
 
 
 def network(**changes) -> dict:
-    eth = {"name": "eth0", "address": "10.0.0.1", "up": True, "loopback": False, "virtual": False,
-           "mtu": 1500}  # fmt: skip
-    lo = {"name": "lo", "address": "127.0.0.1", "up": True, "loopback": True, "virtual": False,
-          "mtu": 65536}  # fmt: skip
+    eth = {"name": "eth0", "addresses": ["10.0.0.1"], "up": True, "loopback": False,
+           "virtual": False, "mtu": 1500}  # fmt: skip
+    lo = {"name": "lo", "addresses": ["127.0.0.1"], "up": True, "loopback": True,
+          "virtual": False, "mtu": 65536}  # fmt: skip
     sound = {
         "interfaces": [lo, eth],
         "hostname": "h",
@@ -173,11 +176,20 @@ def test_a_one_way_failure_names_its_direction():
         ("GLOO_SOCKET_IFNAME", "eth", FAIL),
         ("GLOO_SOCKET_IFNAME", "^lo", FAIL),
         ("GLOO_SOCKET_IFNAME", "lo", FAIL),
+        ("GLOO_SOCKET_IFNAME", "eth1,eth0", PASS),
+        ("GLOO_SOCKET_IFNAME", "eth0,ib0", FAIL),
+        ("GLOO_SOCKET_IFNAME", "eth0,lo", FAIL),
     ],
 )
 def test_interface_names_in_the_syntax_of_nccl_and_of_gloo(name, value, status, monkeypatch):
     monkeypatch.delenv("DS_ENV_FILE", raising=False)
-    found = run("NET001", make_context(network=network(), environment={name: value}))
+    *interfaces, eth0 = network()["interfaces"]
+    interfaces += [eth0, {**eth0, "name": "eth1", "addresses": ["10.1.0.1"]}]
+    facts = network(interfaces=interfaces)
+    context = make_context(network=facts, environment={name: value})
+    found = run("NET001", context)
+    if value == "eth1,eth0":  # gloo's first group of ranks takes the first
+        assert context.data_address("a") == "10.1.0.1"
     assert {r.status for r in found.values()} == {status}
 
 
@@ -196,3 +208,41 @@ def test_a_name_that_only_sshs_configuration_knows(tmp_path, monkeypatch):
     )
     assert "error" in found["worker3.invalid"]
     assert "127.0.0.1" in found["localhost"]["addresses"] and "ssh" not in found["localhost"]
+
+
+def test_a_name_may_be_that_of_any_address_of_an_interface(monkeypatch):
+    """Of a service address, for instance, beside the one of the data network."""
+    eth0 = SimpleNamespace(family=socket.AF_INET)
+    entries = [SimpleNamespace(**vars(eth0), address=a) for a in ("10.0.0.9", "10.0.0.1")]
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": entries})
+    monkeypatch.setattr(
+        psutil, "net_if_stats", lambda: {"eth0": SimpleNamespace(flags="up,running", mtu=1500)}
+    )
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(2, "eth0")])
+    (interface,) = probes.interfaces()
+    assert interface["addresses"] == ["10.0.0.9", "10.0.0.1"]
+    lo = network()["interfaces"][0]
+    context = make_context(network=network(interfaces=[lo, interface]))
+    assert run("NET002", context)["a"].status == PASS
+    assert context.data_address("a") == "10.0.0.1"
+    interface["addresses"] = ["10.0.0.9"]
+    other = make_context(network=network(interfaces=[lo, interface]))
+    assert run("NET002", other)["a"].status == FAIL
+
+
+def test_a_name_without_an_ipv4_address_says_so(monkeypatch):
+    def of_ipv6_alone(*args):
+        raise socket.gaierror(socket.EAI_NODATA, "No address associated with hostname")
+
+    monkeypatch.setattr(socket, "getaddrinfo", of_ipv6_alone)
+    assert probes._look_up("n1")["error"] == "no IPv4 address, over which ranks connect"
+
+
+def test_a_port_that_may_not_be_used_has_no_owner():
+    context = make_context()
+    context.master = {"port": 80, "listening": {"port": 80, "error": "Permission denied"}}
+    found = run("NET004", context)["a"]
+    assert found.measured == "80 cannot be used: Permission denied"
+    assert found.fix == "use another --master_port"
+    context.master["listening"] |= {"holder": {"pid": 7, "command": "nginx"}}
+    assert "80 is held by pid 7: nginx" in run("NET004", context)["a"].measured
