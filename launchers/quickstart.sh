@@ -9,7 +9,7 @@
 #                 installed Python packages, without a download)
 #   OUT           output folder                                                   (default: runs/quickstart-<corpus>)
 #   MAX_SAMPLES   sentences of the corpus to use                                  (default: 32000)
-#   STEPS         optimizer steps  (default: 1600; 3900 for your own corpus, usually broader than docstrings)
+#   STEPS         optimizer steps  (default: 2000; 3900 for your own corpus, usually broader than docstrings)
 #   NPROC         ranks                                                           (default: 2 on a CPU, else all GPUs)
 # Arguments are config overrides, for example training.num_train_steps=5000
 set -euo pipefail
@@ -20,7 +20,7 @@ cd "$(dirname "$0")/.."
 corpus=${CORPUS:-docstrings}
 name=$(basename "${corpus%.*}")
 [ "$name" = docstrings ] || name=$(basename "$(dirname "$corpus")")-$name
-[ "$name" = docstrings ] && steps=${STEPS:-1600} || steps=${STEPS:-3900}
+[ "$name" = docstrings ] && steps=${STEPS:-2000} || steps=${STEPS:-3900}
 out=${OUT:-runs/quickstart-$name}
 store=$out/store
 mkdir -p "$out"
@@ -51,7 +51,7 @@ mmldlm evaluate --checkpoint "$out/model" --data "$store" --num-samples "$few" -
     --encoder-calls 32 --json "$out/search.json" >"$out/search.log"
 
 bounds=()
-if [ "$name-$steps-${NPROC:-}-${MAX_SAMPLES:-}-$*" = docstrings-1600-2-- ]; then
+if [ "$name-$steps-${NPROC:-}-${MAX_SAMPLES:-}-$*" = docstrings-2000-2-- ]; then
     # With this corpus, budget and batch (README.md). Gain and F1 compare the model with itself; a model with a worse
     # NELBO on all text would pass them.
     bounds=(--bounds 'nelbo_right<=3.45' 'gain_null>=1.55' 'f1_gap>=35' 'reencoded_cosine>=0.78' 'recall_at_1>=0.93' \

@@ -114,16 +114,15 @@ def reference_recipe(folder: Path) -> Recipe:
     return Recipe("reference", ("--config", str(path)))
 
 
-def todays_recipe(overrides: tuple[str, ...] = ()) -> Recipe:
+def todays_recipe(overrides: tuple[str, ...] = (), seed: int = 0) -> Recipe:
     """The preset `quickstart` on one process, with the global batch of the quickstart's
     two ranks.
     """
     from mmldlm.tasks.registry import load_config
 
     batch = RANKS * load_config("quickstart", None, list(overrides)).training.train_batch_size
-    return Recipe(
-        "today", ("--config-name", "quickstart", *overrides, f"training.train_batch_size={batch}")
-    )
+    words = f"training.train_batch_size={batch}", f"training.seed={seed}"
+    return Recipe("today", ("--config-name", "quickstart", *overrides, *words))
 
 
 def run(recipe: Recipe, store: str, folder: Path, steps: int) -> Result:
@@ -224,6 +223,7 @@ def _evaluate(task, data, model) -> dict[str, float]:
             if key != "prediction":
                 setattr(getattr(config, section), key, value)
     config.training.condition_dropout = frozen["training"]["condition_dropout"]
+    config.training.seed = frozen["training"]["seed"]
     engine = build_engine(model, config, task.parameter_plan(model, config))
     return task.validation(replace(data, config=config), engine).run()
 

@@ -38,15 +38,16 @@ def test_the_search_finds_the_first_length_that_holds_the_target(monkeypatch, fi
         return replace(WORSE, steps=steps, **good)
 
     monkeypatch.setattr(speedrun, "run", fake_run)
-    _, found = speedrun.shortest(None, "", Path(), (4.18, 1.15, 0.746), 1300, 50)
-    assert first <= found.steps <= first + 50 and len(lengths) == len(set(lengths)) <= 6
+    _, found = speedrun.shortest(None, "", Path(), (4.18, 1.15, 0.746), 364, 1300)
+    assert first <= found.steps <= 1.04 * first + 1
+    assert len(lengths) == len(set(lengths)) <= 16
 
 
 def test_a_recipe_that_never_holds_the_target(monkeypatch):
     monkeypatch.setattr(
         speedrun, "run", lambda recipe, store, folder, steps: replace(WORSE, steps=steps)
     )
-    last, found = speedrun.shortest(None, "", Path(), (4.18, 1.15, 0.746), 1300, 50)
+    last, found = speedrun.shortest(None, "", Path(), (4.18, 1.15, 0.746), 364, 1300)
     assert found is None and last.steps == 1300
 
 
