@@ -3,8 +3,7 @@
 #
 # Install, draw letters of ten faces with their Unicode names, train an MMDiT in both directions under DeepSpeed ZeRO-2
 # on two ranks, convert the ZeRO checkpoint to one safetensors file, and evaluate on letters that were never seen in that
-# style. About 11 minutes on two CPU cores after the installation. If it is interrupted,
-# run it again to continue.
+# style. About 15 minutes on two CPU cores after the installation. If it is interrupted, run it again to continue.
 #
 #   OUT           output folder                                                   (default: runs/quickstart-images)
 #   STEPS         optimizer steps                                                 (default: those of the preset)

@@ -16,7 +16,7 @@
 # Nodes, tasks and time are set by the #SBATCH lines (or options of sbatch). Five minutes before the time limit Slurm sends
 # SIGUSR1: the ranks save a checkpoint and exit with 5; with REQUEUES=20 the job then requeues itself and continues there, else
 # add training.resume=auto to continue in another job. A job that Slurm requeues, after a node failed, continues, too.
-# Run `bash launchers/single_node.sh` or `mmldlm config` once before, to create the virtual environment.
+# Once before, where there is a network, to create the virtual environment:  bash -c '. launchers/_env.sh; mmldlm_env'
 set -euo pipefail
 root=${SLURM_SUBMIT_DIR:-$(cd "$(dirname "$0")/.." && pwd)}
 . "$root/launchers/_env.sh"

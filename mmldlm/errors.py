@@ -14,7 +14,10 @@ EXIT_CODES = {
     EXIT_USAGE: "what you typed, or what is there, cannot work: nothing was started",
     EXIT_UNCHECKED: "preflight could not finish its checks",
     EXIT_STABILITY: "stopped because the numbers stayed bad",
-    EXIT_INTERRUPTED: "interrupted, and what was trained is saved: `training.resume=auto` goes on",
+    EXIT_INTERRUPTED: (
+        "interrupted, and what was finished is saved: a training goes on with"
+        " `training.resume=auto`, `prepare` with the same command"
+    ),
 }
 """Exit codes of every command and of a training, and what they mean, in Markdown."""
 

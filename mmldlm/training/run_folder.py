@@ -49,6 +49,9 @@ STALE_AFTER = 180.0
 RENEW_INTERVAL = 20.0  # seconds between two renewals, at least
 # Seconds for a process on this host to exit: the previous job may just have been killed.
 EXIT_GRACE = 10.0
+# Seconds for a file of rank 0 to reach the other hosts: NFS keeps what it knows of a folder for as
+# long as a minute.
+VISIBLE_SECONDS = 60.0
 _POLL = 0.5
 _MAX_BYTES = 1 << 20  # size of a lock
 _MOST_VANISHED = 20  # times that a lock may exist when it is created and be gone when it is read
@@ -101,7 +104,7 @@ def _model_of(config: dict[str, Any]) -> tuple:
 
 
 class RunLock:
-    """The lock of one run's folder; call it on rank 0 only."""
+    """The lock of one run's folder, which rank 0 holds; `is_seen` is for all ranks."""
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / LOCK
@@ -204,6 +207,25 @@ class RunLock:
         except OSError:  # a transient error of the file system: the next renewal comes soon
             pass
         return True
+
+    @property
+    def started(self) -> str | None:
+        """When this process took the lock, by which others know it again; None without it."""
+        return None if self._own is None else self._own["started"]
+
+    def is_seen(self, started: str, heartbeat: Callable[[], None]) -> bool:
+        """Return whether this rank sees the lock that rank 0 took, at once or within
+        VISIBLE_SECONDS: what one host writes may reach the others late.
+        """
+        deadline = time.monotonic() + VISIBLE_SECONDS
+        while True:
+            with contextlib.suppress(OSError):
+                if _read(self.path)["started"] == started:
+                    return True
+            if time.monotonic() > deadline:
+                return False
+            heartbeat()
+            time.sleep(_POLL / 10)
 
     def release(self) -> None:
         """Release the lock if it is still this process's own. May be called twice."""

@@ -70,11 +70,12 @@ class RunLogger:
         """Lock the folder for this job, before anything of it is read. Collective.
 
         Args:
-            heartbeat: Function called by rank 0 while it waits for a job that may have exited.
+            heartbeat: Function called while a rank waits: rank 0 for a job that may have exited,
+                others to see the folder.
 
         Raises:
             UserError: on every rank, when another job trains there, or did so and saved what would
-                be overwritten.
+                be overwritten; or when a rank does not see the folder of rank 0.
         """
 
         def acquire() -> None:
@@ -89,6 +90,29 @@ class RunLogger:
             try_longest(self.folder.path, num_steps, engine_folders(self.engine))
 
         self._open_together(acquire)
+        self._check_shared(heartbeat)
+
+    def _check_shared(self, heartbeat: Callable[[], None]) -> None:
+        """Check that all ranks see the folder of rank 0, without which no save can succeed."""
+        lock = self.folder.lock
+        started = self.engine.gather_objects(lock.started)[0]
+
+        def look() -> None:
+            if started is not None and not lock.is_seen(started, heartbeat):
+                folder = lock.path.parent.absolute()
+                raise FileNotFoundError(f"{folder} here is another one, or none")
+
+        def explain(failure: BaseException | None) -> BaseException:
+            if (interrupted := self._interrupted(failure)) is not None:
+                return interrupted
+            messages = self.engine.gather_messages(None if failure is None else str(failure))
+            return UserError(
+                "one folder of the run for all ranks",
+                join_some(messages, limit=4),
+                "set logging.save_dir to a folder that all nodes share, by its absolute path",
+            )
+
+        self.engine.run_together(look, explain, catch=(Interrupted, FileNotFoundError))
 
     def open_logs(
         self,
@@ -121,11 +145,8 @@ class RunLogger:
         """Do something in the run's folder on rank 0; an error there ends all ranks."""
 
         def explain(failure: BaseException | None) -> BaseException:
-            if not self.engine.all_agree(not isinstance(failure, Interrupted)):
-                return Interrupted(
-                    "stopped by a signal before the run's folder was opened; nothing had to be"
-                    " saved"
-                )
+            if (interrupted := self._interrupted(failure)) is not None:
+                return interrupted
             if isinstance(failure, MmldlmError):
                 return failure
             return UserError(
@@ -135,6 +156,14 @@ class RunLogger:
             )
 
         self.engine.run_together(work, explain, catch=(MmldlmError, OSError))
+
+    def _interrupted(self, failure: BaseException | None) -> Interrupted | None:
+        """Return what ends all ranks if a signal ended one of them. Collective."""
+        if self.engine.all_agree(not isinstance(failure, Interrupted)):
+            return None
+        return Interrupted(
+            "stopped by a signal before the run's folder was opened; nothing had to be saved"
+        )
 
     def _print_start(
         self,

@@ -22,6 +22,32 @@ exit_without_teardown(code)
 """
 
 
+EACH_ITS_OWN_FOLDER = """
+import os, sys
+from pathlib import Path
+folder = Path(f"node{os.environ['RANK']}")
+folder.mkdir()
+os.chdir(folder)
+from mmldlm.training import run_folder
+from mmldlm.distributed.error_reporting import exit_without_teardown
+from mmldlm.train import main
+run_folder.VISIBLE_SECONDS = 0.5
+code = main(sys.argv[1:])
+print("ended with", code, flush=True)
+exit_without_teardown(code)
+"""
+
+
+def test_nodes_that_share_no_folder_are_refused_before_the_first_step(store, tmp_path):
+    (tmp_path / "rank.py").write_text(EACH_ITS_OWN_FOLDER.replace('"node', f'"{tmp_path}/node'))
+    words = train_words(store, "runs", "run", "training.num_train_steps=2")
+    done = run_ranks(2, tmp_path / "rank.py", *words, "engine.kind=ddp", timeout=120)
+    assert done.stdout.count("ended with 2") == 2, done.stdout[-3000:]
+    assert "rank 1 on " in done.stdout and "node1/runs/run here is another one" in done.stdout
+    assert "a folder that all nodes share" in done.stdout
+    assert not (tmp_path / "node0" / "runs" / "run" / "training_log.jsonl").exists()
+
+
 def test_a_second_job_is_refused_and_a_killed_one_resumed(store, tmp_path, monkeypatch, capsys):
     from mmldlm.train import main
 
