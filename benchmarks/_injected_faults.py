@@ -35,6 +35,7 @@ SKIPPED, LEFT_OUT, ROLLED_BACK, UNHARMED, ENDED = (
     "ended",
 )
 NOT_SAVED = "not saved"
+UNSCORED = "unscored"  # a part of the global batch does not count
 # With exit code 4 on every rank; from the checkpoint before a wrong one.
 STOPPED, RESUMED = (
     "stopped",
@@ -347,7 +348,7 @@ FAULTS: dict[str, tuple[str, Callable]] = {
     "loss spike x 1000": (SKIPPED, lambda: in_batch(scale(WEIGHTS, 1000.0))),
     "NaN in one latent of one sample": (LEFT_OUT, lambda: in_row(set_latent)),
     "token id out of range": (LEFT_OUT, lambda: in_row(set_token)),
-    "micro-batch with nothing scored": (UNHARMED, lambda: in_batch(scale(WEIGHTS, 0.0))),
+    "micro-batch with nothing scored": (UNSCORED, lambda: in_batch(scale(WEIGHTS, 0.0))),
     "NaN in a weight": (ROLLED_BACK, lambda: in_state("weight")),
     "NaN in Adam's second moment": (ROLLED_BACK, lambda: in_state("exp_avg_sq")),
     "read-only checkpoint folder on one rank": (NOT_SAVED, read_only_folder),
@@ -361,11 +362,13 @@ FAULTS: dict[str, tuple[str, Callable]] = {
 }
 MOUNTING = ("read-only checkpoint folder on one rank", "full disk on one rank")  # takes root
 SAVING = (*MOUNTING, "checkpoint folder vanishes while it is written", "store removed in mid-run")
-REFERENCES = {
-    UNHARMED: contextlib.nullcontext,
-    ROLLED_BACK: contextlib.nullcontext,
-    SKIPPED: excluded,
-    LEFT_OUT: lambda: in_row(None),
+# Kind of a fault -> the run of the same engine that it is compared with: its name, and what is
+# planted there.
+UNDISTURBED = "undisturbed", contextlib.nullcontext
+REFERENCES: dict[str, tuple[str, Callable]] = {
+    SKIPPED: ("excluded", excluded),
+    LEFT_OUT: ("left out", lambda: in_row(None)),
+    **dict.fromkeys((ROLLED_BACK, UNHARMED, NOT_SAVED, RESUMED, UNSCORED), UNDISTURBED),
 }
 
 
@@ -450,10 +453,9 @@ def main() -> None:
             FAULTS[faults[0]][1],
         )
         return
-    needed = {FAULTS[fault][0] for fault in faults}
-    for kind, plant in REFERENCES.items():
-        if kind in needed and kind != UNHARMED:
-            train_once(store, folder, slug(f"{engine} {accum} ref {kind}"), accum, words, plant)
+    kinds = [FAULTS[fault][0] for fault in faults]
+    for name, plant in dict(REFERENCES[kind] for kind in kinds if kind in REFERENCES).items():
+        train_once(store, folder, slug(f"{engine} {accum} ref {name}"), accum, words, plant)
     for fault in faults:
         train_once(
             store, folder, slug(f"{engine} {accum} {fault}"), accum, words, FAULTS[fault][1]

@@ -6,11 +6,13 @@ For each of 17 faults x 6 engines x accumulation 1 and 3, two gloo ranks train 8
 fault at step 5. A cell holds if nothing hangs, all ranks agree, the event names the right step,
 sample, tensor or rank, the saved state is finite, and every later loss is bitwise equal to a
 reference run of the same engine. The reference gets the same batches without the faulty step (a
-skip), without the sample (a corrupted row), or without the fault (after a rollback). A fault of
-saving costs at most one checkpoint. A run in which no step is applied ends with exit code 4 on
-every rank, and one whose newest training state has wrong values is resumed from the checkpoint
-before. Two of them mount a disk that only one rank sees, which needs root. --quick: every engine
-and every fault, but few of their pairs, half of them with accumulation.
+skip), without the sample (a corrupted row), or without the fault (all others: after a rollback or
+a resume, and where nothing but files was hit). Where a half of the batch has no weight, the losses
+are those of the other engines. A fault of saving costs at most one checkpoint. A run in which no
+step is applied ends with exit code 4 on every rank, and one whose newest training state has wrong
+values is resumed from the checkpoint before. Two of them mount a disk that only one rank sees,
+which needs root. --quick: every engine and every fault, but few of their pairs, half of them with
+accumulation.
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ from _injected_faults import (
     LOST_STEP,
     MOUNTING,
     NOT_SAVED,
+    REFERENCES,
     RESUMED,
     ROLLED_BACK,
     SAVE_EVERY,
@@ -43,7 +46,7 @@ from _injected_faults import (
     SKIPPED,
     STEPS,
     STOPPED,
-    UNHARMED,
+    UNSCORED,
     slug,
 )
 
@@ -123,8 +126,12 @@ def events(folder: str, name: str, kind: str) -> list[dict]:
     return [event for event in records(folder, name, "events.jsonl") if event["event"] == kind]
 
 
+def reference_name(engine: str, accum: int, kind: str) -> str:
+    return f"{engine} {accum} ref {REFERENCES[kind][0]}"
+
+
 def check_survived(
-    folder: str, engine: str, accum: int, fault: str, reference_losses: dict[int, dict[int, float]]
+    folder: str, engine: str, accum: int, fault: str, unscored_losses: dict[int, dict[int, float]]
 ) -> str:
     """ "" when the cell holds, else what is wrong."""
     kind, name = FAULTS[fault][0], f"{engine} {accum} {fault}"
@@ -164,7 +171,7 @@ def check_survived(
         bad = events(folder, name, "bad_sample")
         if len(bad) != 1 or bad[0]["step"] != FAULT_STEP or bad[0]["row"] != bad[0]["id"]:
             return f"bad_sample events {bad}"
-        reference = events(folder, f"{engine} {accum} ref {kind}", "bad_sample")
+        reference = events(folder, reference_name(engine, accum, kind), "bad_sample")
         if [event["id"] for event in reference] != [bad[0]["id"]]:
             return (
                 f"named sample {bad[0]['id']}, planted in {[event['id'] for event in reference]}"
@@ -187,20 +194,21 @@ def check_survived(
     bad_state = nonfinite(Path(folder) / slug(name) / "latest")
     if bad_state:
         return f"saved non-finite {bad_state}"
-    if kind in (UNHARMED, NOT_SAVED, RESUMED):  # the other engines are its reference
-        expected = reference_losses.setdefault(accum, later)
+    expected = {
+        record["step"]: record["loss"]
+        for record in records(folder, reference_name(engine, accum, kind))
+        if record["step"] > FAULT_STEP
+    }
+    if kind == UNSCORED:
+        if later == expected:
+            return "the losses of the complete batch"
+        expected = unscored_losses.setdefault(accum, later)
         far = {
             step: (loss, expected[step])
             for step, loss in later.items()
             if abs(loss / expected[step] - 1) > 1e-4
         }
         return f"losses unlike the first engine's: {far}" if far else ""
-    reference = f"{engine} {accum} ref {kind}"
-    expected = {
-        record["step"]: record["loss"]
-        for record in records(folder, reference)
-        if record["step"] > FAULT_STEP
-    }
     return "" if later == expected else f"later losses {later}, reference {expected}"
 
 
@@ -274,7 +282,7 @@ def main() -> int:
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
     store = _store.given_or_made(args.data)
-    failed, cells, reference_losses = [], 0, {}
+    failed, cells, unscored_losses = [], 0, {}
     left_out = [] if _mounts.is_allowed() else list(MOUNTING)
     if left_out:
         print(f"skipped, as only root may mount: {'; '.join(left_out)}")
@@ -287,7 +295,7 @@ def main() -> int:
             ranks = launcher.start(2, [*words, *faults], SCRIPT)
             codes, row = ranks.wait(LIMIT), {}
             for fault in faults:
-                row[fault] = check_survived(folder, engine, accum, fault, reference_losses)
+                row[fault] = check_survived(folder, engine, accum, fault, unscored_losses)
                 if row[fault] and codes != [0, 0]:
                     row[fault] += f" (ranks ended with {codes}: {ranks.output()[-600:]})"
             with ThreadPoolExecutor(AT_ONCE) as pool:

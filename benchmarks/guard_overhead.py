@@ -3,9 +3,10 @@
     python benchmarks/guard_overhead.py [--data STORE] [--quick] [--json FILE]
 
 One process runs the training loop on the preset `mmdit_300m` (--quick: `tiny`) with the guard on
-and off in turns (A B B A); off applies every step without a decision, windows or audit. The ratio
-is the median over steps, each compared with that of the same batch; one step's fraction of an
-audit (1 / stability.audit_freq) is added to "on".
+and off in turns (A B B A); off applies every step without a decision, windows or audit. (The sums
+that a decision reads are made in both: the log has them.) The ratio is the median over steps, each
+compared with that of the same batch; one step's fraction of an audit (1 / stability.audit_freq) is
+added to "on".
 
 The windows are short, so that the guard judges every step, and the threshold is so high that it
 finds nothing: a step with a finding reads its micro-batches' losses for the record.
