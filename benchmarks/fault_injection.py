@@ -318,9 +318,8 @@ def main() -> int:
     if not args.quick:
         print("faults, in the order of the marks (without the skipped ones): " + "; ".join(FAULTS))
         claims.append(_report.claim("cells", cells, ">=", 144))
-    return _report.write(
-        args.json, claims, cells=cells, steps=STEPS, fault_step=FAULT_STEP, left_out=left_out
-    )
+    used = {"cells": cells, "steps": STEPS, "fault_step": FAULT_STEP, "left_out": left_out}
+    return _report.write(args.json, claims, args.quick, **used)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,14 @@ checkpoint does not match its manifest, or the next attempt does not start from 
 checkpoint. At most save_freq steps may be lost; with checkpoints.async_save also those trained
 while the newest one was being written, at most save_freq more, because a save waits for the one
 before. In the end the log must hold every step once, with the batch of the plan, every sample of
-each finished epoch exactly once, and the losses of an undisturbed run, bit for bit; if not, all
-kills of that run count as lost.
+each finished epoch exactly once, and losses and a last evaluation that equal those of an
+undisturbed run, bit for bit; if not, all kills of that run count as lost.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import random
 import secrets
 import sys
@@ -197,10 +198,8 @@ class Run:
         if any(codes):
             return [f"the last life ended with {codes}:\n{ranks.output()}"]
         self.launcher.run(WORLD_SIZE, self.words(f"{self.engine}_straight"))
-        found, straight = (
-            _runs.read_log(self.run_dir),
-            _runs.read_log(self.folder / f"{self.engine}_straight"),
-        )
+        run_dirs = self.run_dir, self.folder / f"{self.engine}_straight"
+        found, straight = map(_runs.read_log, run_dirs)
         problems = []
         if [r["step"] for r in found] != list(range(1, self.num_steps + 1)):
             problems.append("the log does not hold every step once, in order")
@@ -220,6 +219,9 @@ class Run:
                     f"{key} differs from the straight run's at {len(steps)} steps, first"
                     f" {steps[0]}"
                 )
+        evaluations = [_runs.read_log(run_dir, "eval_log.jsonl")[-1] for run_dir in run_dirs]
+        if len({json.dumps({**values, "time": None}) for values in evaluations}) > 1:
+            problems.append("the last evaluation differs from the straight run's")
         config = load_config("tiny", None, self.words(self.engine)[2:])
         plan = BatchPlan(
             find_task(config.task).open_data(config).train_lengths,
@@ -312,7 +314,7 @@ def main() -> int:
         "optimizer": args.optimizer,
         "overrides": args.words,
     }
-    return _report.write(args.json, claims, ranks=WORLD_SIZE, **used)
+    return _report.write(args.json, claims, args.quick, ranks=WORLD_SIZE, **used)
 
 
 if __name__ == "__main__":

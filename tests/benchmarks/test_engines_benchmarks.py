@@ -12,9 +12,12 @@ import time
 
 import _report
 import _runs
+import memory
 import pytest
+import zero_parity
 
-from tests.support.helpers import ROOT, launch, rank_server
+from tests.support.helpers import ROOT, launch, launch_benchmark, rank_server
+from tests.support.image_store import make_image_store
 
 pytestmark = pytest.mark.long
 
@@ -22,42 +25,45 @@ pytestmark = pytest.mark.long
 def run_script(name: str, store, tmp_path, *words: str) -> tuple[dict[str, dict], str]:
     """Claims by id, and what was printed."""
     report = tmp_path / "report.json"
-    command = [
-        sys.executable,
-        str(ROOT / "benchmarks" / name),
-        "--data",
-        str(store),
-        "--json",
-        str(report),
-        *words,
-    ]
-    done = launch(command, timeout=900)
+    done = launch_benchmark(name, "--data", store, "--json", report, *words)
     assert done.returncode == 0, done.stdout[-4000:]
     answer = json.loads(report.read_text())
     assert {"torch", "deepspeed", "cpus"} <= set(answer["conditions"])
     return {claim["id"]: claim for claim in answer["claims"]}, done.stdout
 
 
-def test_every_engine_gives_the_losses_of_one_process(store, tmp_path):
-    """Uneven too: 37 samples in global batches of 8 leave ranks with empty micro-batches."""
+def test_more_ranks_and_offload_give_the_losses_of_one_process(store, tmp_path):
+    """Uneven too: 37 samples in global batches of 8 leave ranks with empty micro-batches. The
+    other engines: tests/integration/test_engines.py.
+    """
     claims, output = run_script("parity.py", store, tmp_path, "--quick")
     assert set(claims) == {"loss_rel_diff_fp32", "loss_rel_diff_bf16"}
     assert all(claim["value"] <= claim["bound"] for claim in claims.values()), output
-    for row in (
-        "single x1",
-        "ddp x2",
-        "fsdp x2",
-        "zero0 x2",
-        "zero3_offload x2",
-        "zero2 x4",
-        "zero3 x4",
-    ):
+    for row in ("single x1", "zero3_offload x2", "hsdp x4", "zero2 x4", "zero3 x4"):
         assert row in output
 
 
-def test_five_kills(store, tmp_path):
-    """Each engine is killed once, while it saves in the background or in the loop by turns."""
-    claims, output = run_script("kill_resume.py", store, tmp_path, "--kills", "5")
+def test_the_parity_of_the_quickstart_has_its_form(tmp_path, monkeypatch, capsys):
+    """Of images, in one of its stages; tests/integration/test_engines.py has all four."""
+    report, images = tmp_path / "parity.json", make_image_store(tmp_path / "images")
+    words = ["--steps", "2", "--data", str(images), "--json", str(report), "task=image_text"]
+    monkeypatch.setattr(sys, "argv", ["zero_parity.py", *words])
+    monkeypatch.setattr(zero_parity, "STAGES", (3,))
+    rank_server()
+    assert zero_parity.main() == 0
+    (claim,) = json.loads(report.read_text())["claims"]
+    assert claim["id"] == "zero_stage_loss_rel_diff" and claim["value"] <= claim["bound"] == 1e-3
+    assert "ZeRO-3, 2 ranks: largest relative loss difference" in capsys.readouterr().out
+
+
+def test_five_kills(tmp_path):
+    """Each engine is killed once, while it saves in the background or in the loop by turns; of
+    images that are shifted, with dropout, both of which a resumed run must draw again.
+    """
+    words = ["task=image_text", "data.shift_pixels=1", "model.dropout=0.1"]
+    words += ["training.loss_type_weights={i2t: 0.5, t2i: 0.4, joint: 0.1}"]
+    images = make_image_store(tmp_path / "images")
+    claims, output = run_script("kill_resume.py", images, tmp_path, "--kills", "5", *words)
     assert set(claims) == {"kills_lost"} and claims["kills_lost"]["value"] == 0, output
     assert output.count("killed at step") == 5 and output.count("like an undisturbed run") == 5
     assert output.count(" async rank") == 3 and output.count(" sync  rank") == 2
@@ -66,7 +72,7 @@ def test_five_kills(store, tmp_path):
 def test_the_cost_of_saving_is_measured(store, tmp_path):
     """Its form; a time is never asserted."""
     claims, output = run_script("checkpoint_overhead.py", store, tmp_path, "--quick")
-    assert set(claims) == {"save_stall_share"} and claims["save_stall_share"]["value"] < 1
+    assert set(claims) == {"save_stall_share"} and claims["save_stall_share"]["measured"]
     for engine in ("zero2", "fsdp"):
         for kind in ("async", "sync"):
             assert f"{engine:8} {kind:12}" in output
@@ -75,10 +81,8 @@ def test_the_cost_of_saving_is_measured(store, tmp_path):
 def test_bucket_sizes_are_compared(store, tmp_path):
     """Its form; a time is never asserted."""
     claims, output = run_script("communication.py", store, tmp_path, "--quick")
-    assert (
-        set(claims) == {"bucket_time_ratio_zero2"}
-        and claims["bucket_time_ratio_zero2"]["value"] >= 1
-    )
+    (claim,) = claims.values()
+    assert claim["id"] == "bucket_time_ratio_zero2" and claim["measured"]
     rows = [line for line in output.splitlines() if line.startswith("zero2 ")]
     assert [row.split()[1] for row in rows] == ["reduce", "5,000,000", "50,000,000"]
     assert all("%" in row for row in rows)
@@ -167,7 +171,9 @@ with _runs.RankServer({str(tmp_path / "ranks")!r}) as server:
     assert own.wait(60) == [-9]
 
 
-def test_memory_runs_on_a_cpu_and_claims_nothing_without_a_gpu(store, tmp_path):
+def test_memory_runs_on_a_cpu_and_claims_nothing_without_a_gpu(
+    store, tmp_path, monkeypatch, capsys
+):
     """benchmarks/memory.py: promised and measured bytes of real runs."""
     report = tmp_path / "report.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "memory.py"), "--quick"]
@@ -175,5 +181,5 @@ def test_memory_runs_on_a_cpu_and_claims_nothing_without_a_gpu(store, tmp_path):
     assert done.returncode == 0, done.stdout[-3000:]
     (row,) = json.loads(report.read_text())["conditions"]["rows"]
     assert row["plan"] == "zero2" and row["predicted"] > 0 and row["peak"] > 0
-    done = launch(command)
-    assert done.returncode == _report.COULD_NOT_CHECK and "SKIPPED" in done.stdout
+    monkeypatch.setattr(sys, "argv", command[1:])
+    assert memory.main() == _report.COULD_NOT_CHECK and "SKIPPED" in capsys.readouterr().out

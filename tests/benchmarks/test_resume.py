@@ -5,24 +5,19 @@ short form).
 from __future__ import annotations
 
 import json
-import sys
 
 import numpy as np
 import pytest
 import resume
 
-from tests.support.helpers import ROOT, launch, rank_server
+from tests.support.helpers import ROOT, launch_benchmark, rank_server
 
 pytestmark = pytest.mark.long
 
 
 def test_every_engine_is_left_and_reached(store, tmp_path):
     report = tmp_path / "report.json"
-    script = str(ROOT / "benchmarks" / "resume.py")
-    done = launch(
-        [sys.executable, script, "--quick", "--data", str(store), "--json", str(report)],
-        timeout=900,
-    )
+    done = launch_benchmark("resume.py", "--quick", "--data", store, "--json", report)
     assert done.returncode == 0, done.stdout[-4000:]
     claims = {claim["id"]: claim["value"] for claim in json.loads(report.read_text())["claims"]}
     assert claims == {"resume_pairs_failed": 0, "params_bit_equal_failed": 0}
@@ -30,7 +25,7 @@ def test_every_engine_is_left_and_reached(store, tmp_path):
 
 def test_the_pairs():
     """150 in fp32, some more in bf16 and with frozen groups; the short form uses every engine and
-    world size.
+    world size, and has a pair whose losses must be equal.
     """
     pairs = resume.pairs_of(quick=False)
     assert len({pair for pair in pairs if pair[0] == "fp32"}) == 150 and len(set(pairs)) == len(
@@ -42,6 +37,8 @@ def test_the_pairs():
     for side, worlds in ((1, resume.SOURCE_WORLDS), (2, resume.TARGET_WORLDS)):
         assert {pair[side].engine for pair in quick} == set(resume.ENGINES)
         assert {pair[side].world_size for pair in quick} == set(worlds)
+    assert {variant for variant, _, _ in quick} == set(resume.VARIANTS)
+    assert any(source == target for _, source, target in quick)
 
 
 FORGETFUL = """

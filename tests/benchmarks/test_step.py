@@ -6,24 +6,22 @@ import json
 import sys
 
 import pytest
+import step
 from _reference_steps import missing_peers
 
 from tests.support.helpers import ROOT, launch
 
 
-def run(tmp_path, *words: str, codes=(0,)) -> tuple[dict, str]:
-    report = tmp_path / "report.json"
-    done = launch(
-        [sys.executable, str(ROOT / "benchmarks" / "step.py"), *words, "--json", str(report)],
-        timeout=240,
-    )
-    assert done.returncode in codes, done.stdout[-3000:]
-    return json.loads(report.read_text()), done.stdout
-
-
-def test_the_gpu_part_growth_and_checkpointing_run_on_a_cpu(tmp_path):
+def test_the_gpu_part_growth_and_checkpointing_run_on_a_cpu(tmp_path, monkeypatch):
     """The script is ready for the day a GPU is lent; without one it claims no utilization."""
-    report, output = run(tmp_path, "--gpu-form", "--rounds", "1")
+
+    def run(*words: str, code: int = 0) -> dict:
+        path = tmp_path / "report.json"
+        monkeypatch.setattr(sys, "argv", ["step.py", *words, "--json", str(path)])
+        assert step.main() == code
+        return json.loads(path.read_text())
+
+    report = run("--gpu-form", "--rounds", "1")
     (row,) = report["conditions"]["gpu_rows"]
     assert (
         report["claims"] == []
@@ -31,19 +29,25 @@ def test_the_gpu_part_growth_and_checkpointing_run_on_a_cpu(tmp_path):
         and row["tokens_per_second"] > 0
         and row["saved_gib"] > 0
     )
-    report, _ = run(tmp_path, "--gpu-form", "--rounds", "1", "--peak-tflops", "1", codes=(1,))
+    report = run("--gpu-form", "--rounds", "1", "--peak-tflops", "1", code=1)
     assert report["claims"][0]["id"] == "mfu" and 0 < report["claims"][0]["value"] < 1
-    report, _ = run(tmp_path, "--growth", "--quick")
+    report = run("--growth", "--quick")
     assert [claim["id"] for claim in report["claims"]] == ["growth_batch"]
-    report, _ = run(tmp_path, "--checkpointing", "--quick")
+    report = run("--checkpointing", "--quick")
     assert [row["every"] for row in report["conditions"]["checkpointing"]] == [False, 4, 2, True]
 
 
 def test_quick(tmp_path):
-    missing = missing_peers()
-    report, output = run(tmp_path, "--quick", "--dtypes", "fp32", codes=(3 if missing else 0,))
+    missing, path = missing_peers(), tmp_path / "report.json"
+    script = str(ROOT / "benchmarks" / "step.py")
+    words = ["--quick", "--dtypes", "fp32", "--json", str(path)]
+    done = launch([sys.executable, script, *words])
+    assert done.returncode == (3 if missing else 0), done.stdout[-3000:]
+    report = json.loads(path.read_text())
     if missing:
-        assert report["claims"] == [] and report["conditions"]["skipped"] and "bench" in output
+        assert (
+            report["claims"] == [] and report["conditions"]["skipped"] and "bench" in done.stdout
+        )
         pytest.skip("the extra `bench` is not installed; the script said so")
     claims = {claim["id"]: claim for claim in report["claims"]}
     assert set(claims) == {

@@ -6,19 +6,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
 
 import pytest
 
-from tests.support.helpers import ROOT, launch
+from tests.support.helpers import launch_benchmark
 
 pytestmark = pytest.mark.long
 
 
 def claims_of(name: str, tmp_path, *words: str, codes=(0,)) -> dict[str, dict]:
     report = tmp_path / "report.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / name), *words, "--json", str(report)]
-    done = launch(command, timeout=600)
+    done = launch_benchmark(name, *words, "--json", report)
     assert done.returncode in codes, done.stdout[-4000:]
     if done.returncode:
         return {}

@@ -21,12 +21,15 @@ WORKER = str(ROOT / "tests" / "support" / "engine_worker.py")
 
 
 def test_a_nan_on_one_rank_skips_the_step_on_all(store, tmp_path):
+    """In bf16 the losses and gradients beside it are those of one process, too."""
     from mmldlm.checkpoints.convert import convert
 
-    done = run_ranks(2, WORKER, "nonfinite", str(store), str(tmp_path), timeout=400)
-    assert done.returncode == 0, done.stdout[-4000:]
-    for dtype in ("fp32", "bf16"):
-        for engine in ENGINES:
+    for world in (1, 2):
+        done = run_ranks(world, WORKER, "nonfinite", str(store), str(tmp_path), timeout=400)
+        assert done.returncode == 0, done.stdout[-4000:]
+    alone = read_log(tmp_path, "bf16_single")
+    for dtype, engines in (("fp32", ENGINES), ("bf16", ("single", *ENGINES))):
+        for engine in engines:
             name = f"{dtype}_{engine}"
             records = read_log(tmp_path, name)
             assert [r["skipped"] for r in records] == [
@@ -45,6 +48,10 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(store, tmp_path):
             assert records[4]["lr"] == records[3]["lr"] == records[2]["lr"] != records[5]["lr"]
             skips = [e for e in read_log(tmp_path, name, "events.jsonl") if e["event"] == "skip"]
             assert [e["step"] for e in skips] == [3, 4] and "gradient norm" in skips[1]["reason"]
+            for step in (1, 2, 5, 6) if dtype == "bf16" else ():
+                for key, error in (("loss", 5e-4), ("grad_norm", 1e-2)):
+                    expected = pytest.approx(alone[step - 1][key], rel=error)
+                    assert records[step - 1][key] == expected, (name, step, key)
             # Refuses non-finite weights.
             convert(tmp_path / name / "latest", tmp_path / f"{name}_out")
 

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 
 import fault_injection
 import pytest
 from _injected_faults import ENGINES, FAULTS, ROLLED_BACK, SKIPPED
 
-from tests.support.helpers import ROOT, launch
+from tests.support.helpers import launch_benchmark
 
 pytestmark = pytest.mark.long
 
 
 def test_no_fault_reaches_the_weights_hangs_a_rank_or_goes_unnamed(store, tmp_path):
     report = tmp_path / "report.json"
-    script = str(ROOT / "benchmarks" / "fault_injection.py")
     words = [] if os.environ.get("MMLDLM_ALL_FAULTS") else ["--quick"]
-    done = launch(
-        [sys.executable, script, "--data", str(store), *words, "--json", str(report)], timeout=1800
+    done = launch_benchmark(
+        "fault_injection.py", "--data", store, *words, "--json", report, timeout=1800
     )
     assert done.returncode == 0, done.stdout[-6000:]
     answer = json.loads(report.read_text())

@@ -17,17 +17,6 @@ from tests.support.helpers import ROOT, launch, read_log, train_words
 pytestmark = pytest.mark.long
 
 
-def test_zero_stages_give_the_losses_of_one_process(store, tmp_path):
-    """What the quickstart runs; bf16 and every other engine: tests/benchmarks."""
-    report = tmp_path / "parity.json"
-    script = str(ROOT / "benchmarks" / "zero_parity.py")
-    words = ["--steps", "8", "--data", str(store), "--json", str(report)]
-    done = launch([sys.executable, script, *words], timeout=400)
-    assert done.returncode == 0, done.stdout[-3000:]
-    (claim,) = json.loads(report.read_text())["claims"]
-    assert claim["id"] == "zero_stage_loss_rel_diff" and claim["value"] <= claim["bound"]
-
-
 def poisoned_copy(checkpoint, target, kind) -> Path:
     """The model of a checkpoint with one NaN, as `mmldlm convert` exports it, as others shard it,
     as files of torch.

@@ -21,27 +21,34 @@ def test_a_lost_host_is_taken_back_at_the_next_checkpoint(cluster, store, tmp_pa
     words = ["training.num_train_steps=100000", "logging.eval_freq=100000"]
     # A low rate: the rounding of other sums over ranks would grow at a higher one.
     words += ["logging.save_freq=5", "optimizer.schedule=constant", "optimizer.lr=1e-5"]
-    process = start(
-        cluster, store, tmp_path, "--retries", "1", "--elastic", "--level", "1", *words,
-        f"training.grad_accum_steps={accum}", hosts=hosts,
-    )  # fmt: skip
-    screen = Screen(process)
-    run = tmp_path / "runs" / "run"
-    wait_for(lambda: list(run.glob("checkpoints/step_*5/manifest.json")) != [], process)
-    with cluster.cable_pulled(lost):
-        wait_for(lambda: f"continuing without n{hosts}: {hosts - 1} rank" in screen.text, process)
+    with cluster["n1"].process("sleep", "1000") as stranger:
+        process = start(
+            cluster, store, tmp_path, "--retries", "1", "--elastic", "--level", "1", *words,
+            f"training.grad_accum_steps={accum}", hosts=hosts,
+        )  # fmt: skip
+        screen = Screen(process)
+        run = tmp_path / "runs" / "run"
+        wait_for(lambda: list(run.glob("checkpoints/step_*5/manifest.json")) != [], process)
+        with cluster.cable_pulled(lost):
+            without = f"continuing without n{hosts}: {hosts - 1} rank"
+            wait_for(lambda: without in screen.text, process)
+            assert f"n{hosts} is lost" in screen.text
+            if hosts == 3:
+                lost.sh("mount", "-t", "tmpfs", "none", store)
+            at_loss = steps_of(tmp_path)
         if hosts == 3:
-            lost.sh("mount", "-t", "tmpfs", "none", store)
-        at_loss = steps_of(tmp_path)
-    if hosts == 3:
-        wait_for(lambda: "n3 answers again, but DATA002 failed" in screen.text, process)
-        assert ranks_on(lost) == []
-        lost.sh("umount", store)
-    wait_for(lambda: f"continuing with n{hosts}: {hosts} ranks" in screen.text, process)
-    at_return = steps_of(tmp_path)
-    wait_for(lambda: steps_of(tmp_path) >= at_return + 3, process)
-    cluster["n1"].sh("pkill", "-INT", "-f", "python -m mmldlm.launch --hostfile")
-    assert process.wait(120) == 5, screen.text[-3000:]
+            wait_for(lambda: "n3 answers again, but DATA002 failed" in screen.text, process)
+            assert ranks_on(lost) == []
+            lost.sh("umount", store)
+        wait_for(lambda: f"continuing with n{hosts}: {hosts} ranks" in screen.text, process)
+        at_return = steps_of(tmp_path)
+        wait_for(lambda: steps_of(tmp_path) >= at_return + 3, process)
+        cluster["n1"].sh("pkill", "-INT", "-f", "python -m mmldlm.launch --hostfile")
+        assert process.wait(120) == 5, screen.text[-3000:]
+        assert stranger.poll() is None
+    assert [ranks_on(cluster[f"n{number}"]) for number in range(1, hosts + 1)] == [[]] * hosts
+    said = [path.read_text() for path in (run / "logs").glob("launch_*/launcher.log")]
+    assert said and all("deepspeed.launcher.launch" in text for text in said)
     manifest = json.loads((run / "latest" / "manifest.json").read_text())
     assert manifest["world_size"] == hosts
 

@@ -13,7 +13,7 @@ TRAIN = str(ROOT / "mmldlm" / "train.py")
 PYTHON = sys.executable
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=LONG)])
 def test_deepspeed_with_pdsh(cluster, store, folder, one_host, stage):
     hostfile = folder / "hostfile"
     hostfile.write_text(NODES)

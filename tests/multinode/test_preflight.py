@@ -25,13 +25,14 @@ from tests.support.preflight_faults import (
 pytestmark = pytest.mark.long
 
 BY_NAME = {fault.name: fault for fault in FAULTS}
-HEAD_ALONE = (
-    "hostfile missing",
-    "typo in slots",
-    "uneven slots",
-    "one host that is not this one",
-    "unknown key",
-)
+HEAD_ALONE = {
+    "hostfile missing": 2,
+    "typo in slots": 2,
+    "uneven slots": 1,
+    "one host that is not this one": 0,
+    "unknown key": 2,
+}
+"""Exit codes of the faults that the head sees."""
 ALONE = [
     name
     for name in BY_NAME
@@ -78,19 +79,19 @@ def test_a_fault_alone(scene, name):
 def test_what_the_head_sees_without_its_nodes(scene, name):
     scene.level = 0
     receipt = inject(scene, [name])
-    usage = name in ("hostfile missing", "typo in slots", "unknown key")
-    assert (
-        receipt["exit_code"] == {True: 2, False: 1}[usage]
-        or name == "one host that is not this one"
-    )
+    assert receipt["exit_code"] == HEAD_ALONE[name]
 
 
 def test_what_a_run_trains_with_raises_no_alarm(scene):
+    """Hosts that are healthy, and a little odd."""
     with contextlib.ExitStack() as stack:
         for harmless in HARMLESS:
             harmless.inject(scene, stack)
         receipt = scene.run()
     assert (problems(receipt), receipt["exit_code"]) == (set(), 0), receipt["screen"]
+    assert receipt["exclude"] == "" and receipt["launcher"] == "deepspeed"
+    # One of them is known to ssh alone, by another name.
+    assert set(receipt["nodes"]) == {*ALL, "worker2"} - {"n2"}
 
 
 @LONG
@@ -117,7 +118,8 @@ def test_launch_trains_with_it(scene):
     assert done.returncode == 0 and "done; logs of all ranks" in done.stdout, done.stdout[-3000:]
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("mpi", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("launcher", ["deepspeed", "mpi"])
 def test_healthy_hosts_raise_no_alarm(scene, launcher):
     scene.words += ["--launcher", launcher]
     receipt = scene.run()

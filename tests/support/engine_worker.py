@@ -102,19 +102,25 @@ def run(store: str, folder: str, name: str, *words: str) -> None:
 
 
 def nonfinite(store: str, folder: str) -> None:
-    """At one step, one rank has a NaN in each latent of its micro-batch, at the next an Inf in one
-    row of a gradient behind a finite loss: under every engine, in fp32 and in bf16."""
+    """At one step, one rank has a NaN in each latent of its micro-batches, at the next an Inf in
+    one row of a gradient behind a finite loss: under every engine, in fp32 and in bf16 (or, alone,
+    on the single process with whose bf16 they are compared).
+
+    Two accumulated micro-batches, a weight that two modules share, and an epoch whose last batch
+    is short: where engines go wrong first.
+    """
     from mmldlm.data import loader
     from mmldlm.engines.deepspeed import DeepSpeedEngine
     from mmldlm.engines.deepspeed_config import CPU_BUCKET
     from mmldlm.models import MultimodalMMDiT
 
+    world, accum = int(os.environ["WORLD_SIZE"]), 2
     make = loader.MicroBatches.__getitem__
 
     def poisoned(self, item):
         batch = make(self, item)
-        # Validation has another plan; only training's rank 1 at one step is hit.
-        if self.rank == 1 and item // self.accum == BAD_STEP - 1 and self.plan.shuffle:
+        # Validation has another plan; only training's last rank at one step is hit.
+        if self.rank == world - 1 and item // self.accum == BAD_STEP - 1 and self.plan.shuffle:
             batch.latents[:, 0] = float("nan")
         return batch
 
@@ -125,7 +131,7 @@ def nonfinite(store: str, folder: str) -> None:
         out = forward(self, *args, **kwargs)
         if self.training:
             calls[0] += 1
-            if calls[0] == BAD_STEP + 1 and int(os.environ["RANK"]) == 1:
+            if calls[0] == accum * BAD_STEP + 1 and int(os.environ["RANK"]) == world - 1:
                 out.latent.register_hook(
                     lambda grad: grad.index_fill(0, grad.new_zeros(1).long(), float("inf"))
                 )
@@ -138,15 +144,22 @@ def nonfinite(store: str, folder: str) -> None:
         start(self, exact)
 
     MultimodalMMDiT.forward, DeepSpeedEngine._init_masters_exactly = planted, checked
-    for dtype in ("fp32", "bf16"):
-        for name, engine in ENGINES.items():
-            words = [
-                "training.num_train_steps=6",
-                "logging.save_freq=6",
-                f"training.dtype={dtype}",
-            ]
+    words = [
+        "training.num_train_steps=6",
+        "logging.save_freq=6",
+        "data.max_train_samples=37",
+        f"training.train_batch_size={8 // accum // world}",
+        f"training.grad_accum_steps={accum}",
+        "model.tie_embeddings=true",
+    ]
+    if world == 1:
+        run(store, folder, "bf16_single", "engine.kind=single", "training.dtype=bf16", *words)
+        return
+    # ZeRO-3 last: DeepSpeed then replaces torch's linear function in the whole process.
+    for name, engine in ENGINES.items():
+        for dtype in ("fp32", "bf16"):
             calls[0] = 0
-            run(store, folder, f"{dtype}_{name}", *engine, *words)
+            run(store, folder, f"{dtype}_{name}", *engine, f"training.dtype={dtype}", *words)
 
 
 def uneven(store: str, folder: str) -> None:

@@ -69,6 +69,15 @@ def launch(command: list[str], timeout: float = 240, **more: str) -> subprocess.
     return subprocess.CompletedProcess(command, process.returncode, output)
 
 
+def launch_benchmark(
+    name: str, *words: str | Path, timeout: float = 900
+) -> subprocess.CompletedProcess:
+    """Run a script of benchmarks/ to its end; its ranks are forked from this session's process."""
+    rank_server()
+    script = ROOT / "benchmarks" / name
+    return launch([sys.executable, str(script), *map(str, words)], timeout)
+
+
 def run_ranks(
     world_size: int, script: str | Path, *words: str, timeout: float = 300
 ) -> subprocess.CompletedProcess:

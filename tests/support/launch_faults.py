@@ -191,6 +191,14 @@ def ranks_on(host, name: str | None = None) -> list[int]:
     return pids(host, "mmldlm/train.py" + (f" .*run_name={name}( |$)" if name else ""))
 
 
+def left_on(host, name: str | None = None, seconds: float = 60) -> list[int]:
+    """Ranks that a host still has after some seconds, in which it may end them by itself."""
+    deadline = time.monotonic() + seconds
+    while (left := ranks_on(host, name)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return left
+
+
 def steps_of(folder: Path, name: str = "run") -> int:
     """Steps that a launch has logged."""
     path = folder / "runs" / name / "training_log.jsonl"
@@ -257,9 +265,7 @@ def play_beside(
             neighbor.act(cluster, neighbor.name)
             output, _ = process.communicate(timeout=240)
             # Without a head, the nodes end their parts by themselves.
-            deadline = time.monotonic() + 60
-            while (left := _left(cluster, neighbor.name)) and time.monotonic() < deadline:
-                time.sleep(0.5)
+            left = [pid for host in ("n1", "n2") for pid in left_on(cluster[host], neighbor.name)]
             seen, deadline = steps_of(folder, "kept"), time.monotonic() + 60
             while (
                 steps_of(folder, "kept") < seen + 3
@@ -274,17 +280,14 @@ def play_beside(
     return found
 
 
-def _left(cluster: VirtualCluster, name: str) -> list[int]:
-    return ranks_on(cluster["n1"], name) + ranks_on(cluster["n2"], name)
-
-
 def play(
     cluster: VirtualCluster, store: Path, folder: Path, fault: LaunchFault
 ) -> tuple[float, int, str, list[int]]:
     """Start a long run and inject the fault.
 
     Returns:
-        (seconds until the launch had ended, exit code, screen, remaining ranks on n1).
+        (seconds until the launch had ended, exit code, screen, ranks that remained on n1 at its
+        end, and on n2, which may have been cut off, a minute after its cable is back).
     """
     with contextlib.ExitStack() as stack:
         process = start(
@@ -299,4 +302,4 @@ def play(
         output, _ = process.communicate(timeout=120)
         seconds = time.monotonic() - happened
         left = ranks_on(cluster["n1"])
-    return seconds, process.returncode, output, left
+    return seconds, process.returncode, output, left + left_on(cluster["n2"])
