@@ -249,6 +249,8 @@ def in_validation(
     """
     keys = split_keys(hashes, seed)
     count = min(num_validation(len(keys), requested), len(keys))
+    if count == 0:
+        return np.zeros(len(keys), dtype=bool)
     inside = keys <= np.partition(keys, count - 1)[count - 1]
     return inside if last_key is None else inside & (keys <= last_key)
 
