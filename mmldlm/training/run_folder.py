@@ -213,14 +213,14 @@ class RunLock:
         """When this process took the lock, by which others know it again; None without it."""
         return None if self._own is None else self._own["started"]
 
-    def is_seen(self, started: str, heartbeat: Callable[[], None]) -> bool:
-        """Return whether this rank sees the lock that rank 0 took, at once or within
-        VISIBLE_SECONDS: what one host writes may reach the others late.
+    def is_seen(self, started: str, heartbeat: Callable[[], None], timeout: float) -> bool:
+        """Return whether this rank sees the lock that rank 0 took, at once or within the timeout
+        (at most VISIBLE_SECONDS): what one host writes may reach the others late, or in parts.
         """
-        deadline = time.monotonic() + VISIBLE_SECONDS
+        deadline = time.monotonic() + min(VISIBLE_SECONDS, timeout)
         while True:
             with contextlib.suppress(OSError):
-                if _read(self.path)["started"] == started:
+                if _read(self.path).get("started") == started:
                     return True
             if time.monotonic() > deadline:
                 return False

@@ -96,9 +96,11 @@ class RunLogger:
         """Check that all ranks see the folder of rank 0, without which no save can succeed."""
         lock = self.folder.lock
         started = self.engine.gather_objects(lock.started)[0]
+        # The other ranks wait in a collective, which has its own time limit.
+        timeout = self.config.engine.collective_timeout / 2
 
         def look() -> None:
-            if started is not None and not lock.is_seen(started, heartbeat):
+            if started is not None and not lock.is_seen(started, heartbeat, timeout):
                 folder = lock.path.parent.absolute()
                 raise FileNotFoundError(f"{folder} here is another one, or none")
 

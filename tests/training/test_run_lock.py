@@ -175,3 +175,20 @@ def test_a_job_that_waited_does_not_overwrite_the_other(store, tmp_path, monkeyp
     said = capsys.readouterr().err
     assert "already holds checkpoints" in said and "training.resume=auto" in said
     assert "logging.run_name=run-2" in said
+
+
+def test_a_lock_is_seen_by_what_it_says_and_not_while_it_is_torn(tmp_path):
+    lock, other = RunLock(tmp_path), RunLock(tmp_path)
+    lock.acquire(print)
+    started = lock.started
+
+    def complete() -> None:
+        (tmp_path / LOCK).write_text(whole)
+
+    whole = (tmp_path / LOCK).read_text()
+    assert other.started is None and other.is_seen(started, complete, 0)
+    (tmp_path / LOCK).write_text(whole[:20])
+    assert not other.is_seen(started, lambda: None, 0) and other.is_seen(started, complete, 20)
+    assert not other.is_seen("another time", lambda: None, 0)
+    (tmp_path / LOCK).unlink()
+    assert not other.is_seen(started, lambda: None, 0)
