@@ -192,7 +192,7 @@ class Ours(Variant):
             counts={
                 "text_tokens": batch.num_tokens,
                 "latents": shape.batch * shape.latents,
-                "lengths": shape.batch,
+                "texts": shape.batch,
             },
             num_tokens=batch.num_tokens,
             epoch=0,

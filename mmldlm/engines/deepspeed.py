@@ -326,12 +326,12 @@ class OverflowOverride:
             self._norm_groups = optimizer._get_norm_groups
             optimizer._get_norm_groups = lambda: [self.norm]
             optimizer._overflow_check_and_loss_scale_update = self._has_overflow_stage3
-        elif hasattr(optimizer, "single_partition_of_fp32_groups"):
+        elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # ZeRO-1 and 2
             self._scaled_norm = optimizer.scaled_global_norm
             optimizer.scaled_global_norm = lambda *args, **kwargs: self.norm
             optimizer.check_grad_overflow = True
             optimizer.check_overflow = self._has_overflow
-        else:
+        else:  # BF16_Optimizer
             self._grads_for_norm = optimizer.get_grads_for_norm
             optimizer.get_grads_for_norm = self._grads_for_norm_bf16
 

@@ -3,8 +3,8 @@
 A settings class declares what its sampler reads: type, default, bounds and help. A new option of
 a sampler is a field here, its use in `strategies.py`, and a line in `inference/options.py`, by
 which it reaches `mmldlm sample`, settings.json and a call from Python; with a line in
-`evaluation/settings.py` `mmldlm evaluate` takes it, too. The errors for samplers and methods that
-do not read it follow.
+`evaluation/settings.py` `mmldlm evaluate` takes it, too. Nothing else lists options: tasks, help
+and the refusals of samplers and methods that do not read one follow from STRATEGY_OPTIONS.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class TextStrategy(ABC):
         options: Options of the sampler, by the names of its settings; one that is missing or None
             has its default.
         shared_schedule: Whether all texts take all of num_steps passes (joint sampling), some of
-            which may fill nothing.
+            which may fill nothing. The commands refuse all options but num_steps with it.
 
     Class attributes:
         settings_class: What the sampler reads, with defaults and bounds.

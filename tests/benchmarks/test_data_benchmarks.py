@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.support.helpers import ROOT, launch
+from tests.support.helpers import LONG, ROOT, launch
 
 pytestmark = pytest.mark.long
 
@@ -44,6 +44,7 @@ def test_killed_preparations_end_in_the_same_bytes(corpus, tmp_path):
     assert output.count("killed (") == 2
 
 
+@LONG
 def test_the_loader_is_measured(corpus, tmp_path):
     """Its form, and what is no time: the share of padding stays what the batch plan makes it."""
     claims, output = _run("data.py", corpus, tmp_path)

@@ -16,7 +16,7 @@ import memory
 import pytest
 import zero_parity
 
-from tests.support.helpers import ROOT, launch, launch_benchmark, rank_server
+from tests.support.helpers import LONG, ROOT, launch, launch_benchmark, rank_server
 from tests.support.image_store import make_image_store
 
 pytestmark = pytest.mark.long
@@ -69,6 +69,7 @@ def test_five_kills(tmp_path):
     assert output.count(" async rank") == 3 and output.count(" sync  rank") == 2
 
 
+@LONG
 def test_the_cost_of_saving_is_measured(store, tmp_path):
     """Its form; a time is never asserted."""
     claims, output = run_script("checkpoint_overhead.py", store, tmp_path, "--quick")
@@ -171,6 +172,7 @@ with _runs.RankServer({str(tmp_path / "ranks")!r}) as server:
     assert own.wait(60) == [-9]
 
 
+@LONG
 def test_memory_runs_on_a_cpu_and_claims_nothing_without_a_gpu(
     store, tmp_path, monkeypatch, capsys
 ):

@@ -8,6 +8,7 @@ from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.base import LatentInputs
 from mmldlm.models.packing import PackingShape, pack
 from tests.support.forward import run_model
+from tests.support.helpers import LONG
 
 pytestmark = pytest.mark.long
 
@@ -328,13 +329,23 @@ def test_bad_shapes_are_named():
         make(mask_token_id=40)
 
 
-def test_compiled_blocks_give_the_same_with_one_graph_for_all_lengths():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=LONG)])
+def test_compiled_blocks_give_the_same_with_one_graph_for_all_lengths(monkeypatch, backend):
+    """Forward and backward graphs as torch captures them; a minute of C++ for what the compiler
+    makes of them only when it is asked for.
+    """
     import shutil
 
     from torch._dynamo.utils import counters
 
-    if shutil.which("g++") is None and shutil.which("c++") is None:
+    if backend == "inductor" and shutil.which("g++") is None and shutil.which("c++") is None:
         pytest.skip("torch.compile on CPU needs a C++ compiler")
+    compile_module = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module,
+        "compile",
+        lambda module, **options: compile_module(module, backend=backend, **options),
+    )
     model, compiled = make().train(), make().train()
     compiled.compile_blocks()
     counters.clear()

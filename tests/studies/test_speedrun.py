@@ -13,7 +13,7 @@ import pytest
 
 from studies.speedrun import speedrun
 from studies.speedrun.recipes import Result
-from tests.support.helpers import ROOT, launch
+from tests.support.helpers import LONG, ROOT, launch
 
 WORSE = Result(
     1,
@@ -59,7 +59,7 @@ def test_every_figure_of_the_target_counts(change):
     )
 
 
-@pytest.mark.long
+@LONG
 def test_quick_continues_from_finished_runs(store, tmp_path, monkeypatch):
     report = tmp_path / "report.json"
     words = [

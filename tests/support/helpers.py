@@ -17,11 +17,11 @@ import pytest
 from tests.support.rank_server import SHARED, RankServer
 
 ROOT = Path(__file__).resolve().parents[2]
-# Whole launches are dear: what stands for all of them runs always, the rest of them when it is
-# asked for.
+# Whole launches and the short forms of benchmarks are dear: what stands for all of them runs
+# always, the rest when it is asked for.
 LONG = pytest.mark.skipif(
     os.environ.get("MMLDLM_MULTINODE") != "1",
-    reason="one of many whole launches: run with MMLDLM_MULTINODE=1",
+    reason="one of many whole launches, or a benchmark's form: run with MMLDLM_MULTINODE=1",
 )
 
 

@@ -2,9 +2,9 @@
 the plain transformer.
 
 A baseline writes its config (`config.py`), `text_fields` of a TextCollator, an objective, and of
-its task `collator`, `objective`, `sums`, `metrics`, `samplers`, `write_texts` and `score_texts`.
-ArTask writes all of them; MdlmTask inherits the last three from MaskedTextTask; DivergenceTask has
-all but the process.
+its task `name`, `config_class`, `collator`, `objective`, `sums`, `metrics`, `scored_sum`,
+`samplers`, `write_texts` and `score_texts`. ArTask writes all of them; MdlmTask inherits the last
+three from MaskedTextTask, which asks for `pass_flops`; DivergenceTask has all but the process.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class BaselineBatch(Batch):
         text_candidates: Tokens that the text head scores; None without loss.text_candidates. [C]
             int64
         text_columns: Columns of the targets in text_candidates. [M] int64
-        counts: Counts text_tokens and lengths (texts).
+        counts: Counts text_tokens and texts.
     """
 
     text_tokens: Tensor
@@ -228,7 +228,7 @@ class TextCollator(ABC):
 
 def _count(batch: GlobalBatch, lengths: np.ndarray) -> dict[str, int]:
     """Return the text tokens and texts of a global batch."""
-    return {"text_tokens": int(lengths[batch.ids].sum()), "lengths": len(batch.ids)}
+    return {"text_tokens": int(lengths[batch.ids].sum()), "texts": len(batch.ids)}
 
 
 def forward_text(model: nn.Module, batch: BaselineBatch, query: TokenQuery) -> ModelOutput:
@@ -259,7 +259,7 @@ def add_length_loss(
         not_none(out.length_logits), batch.length_targets, reduction="none"
     )
     length_sum = torch.dot(length_nll, batch.length_weights)
-    loss = loss.add(length_sum, alpha=weight / max(batch.counts["lengths"], 1))
+    loss = loss.add(length_sum, alpha=weight / max(batch.counts["texts"], 1))
     return loss, {
         "loss": loss.detach(),
         "length_nll_sum": length_sum.detach(),

@@ -34,7 +34,7 @@ class CodesBatch(TranslationBatch):
         code_positions: Scored codes, as indices into B * N. [M] int64
         code_targets: Clean ids of the scored codes. [M] int64
         code_weights: NELBO weights of the scored codes. [M] fp32
-        counts: Counts text_tokens, codes (of all images to score) and lengths.
+        counts: Counts text_tokens, codes (of all images to score) and texts.
     """
 
     code_positions: Tensor

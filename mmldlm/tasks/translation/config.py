@@ -226,7 +226,7 @@ class LossConfig(Section):
     None: off.
     """
     latent_loss_clamp: float | None = Field(None, gt=0, le=LARGEST)
-    """Clamp each sample's latent loss (MM-LDLM: 10). Above it the gradient is zero. None: off."""
+    """Clamp the loss of each latent (MM-LDLM: 10). Above it the gradient is zero. None: off."""
     text_candidates: int | None = Field(None, ge=1)
     """In training, score masked tokens against this many most frequent tokens and a sample of
     1,024 others that stands for the rest: an estimate of the NELBO at a fraction of the text
@@ -236,7 +236,8 @@ class LossConfig(Section):
     mean; the loss then bounds no likelihood, but its gradients vary less. Logs and evaluations
     report the NELBO in both cases."""
     text_weight_clip: float | None = Field(None, gt=0, le=LARGEST)
-    """Largest weight of a masked token (1 / t under MDLM). Clipped, the loss bounds no likelihood.
+    """Largest weight of a masked token (L / k; 1 / t with masking=bernoulli). Clipped, the loss
+    bounds no likelihood.
 
     None: off.
     """

@@ -80,7 +80,7 @@ class TranslationBatch(Batch):
         text_columns: Columns of the targets in text_candidates. [M] int64
         modes: Indices in PURE_MODES. [B]
         process: Noise process of the latents; None where `to` draws no noise.
-        counts: Counts text_tokens, latents (each of the N latents of a text) and lengths.
+        counts: Counts text_tokens, latents (each of the N latents of a text) and texts.
     """
 
     text_tokens: Tensor
@@ -265,7 +265,7 @@ class Noiser:
         return {
             "text_tokens": int(lengths[batch.ids][has_text].sum()),
             "latents": int((modes != L2T).sum()),
-            "lengths": int(has_text.sum()),
+            "texts": int(has_text.sum()),
         }
 
     def collate(

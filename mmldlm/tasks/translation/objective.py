@@ -107,7 +107,7 @@ class TranslationObjective:
         # Each term is in the graph even where this batch scores nothing of it: every parameter
         # then has a (zero) gradient on every rank, and no engine waits for one that never comes.
         latent_share = self.loss.latent_loss_weight / max(batch.counts[latent.denominator], 1)
-        length_share = self.loss.length_loss_weight / max(batch.counts["lengths"], 1)
+        length_share = self.loss.length_loss_weight / max(batch.counts["texts"], 1)
         loss = text_loss.add(latent.total, alpha=latent_share).add(length_sum, alpha=length_share)
         with torch.no_grad():
             return loss, self._metrics(loss, out, batch, latent, length_sum)

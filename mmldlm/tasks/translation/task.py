@@ -76,7 +76,7 @@ class TranslationTask(MaskedTextTask):
             is_loss=True,
             evaluation="latent_mse",
         ),
-        Metric("length_loss", "length_nll_sum", "lengths"),
+        Metric("length_loss", "length_nll_sum", "texts"),
         Metric("text_accuracy", "text_correct", "text_masked"),
         Metric("latent_cosine", "latent_cosine_sum", "latents"),
     )

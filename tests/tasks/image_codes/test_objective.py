@@ -49,7 +49,7 @@ def test_a_uniform_head_has_log2_q_bits_and_its_part_of_the_loss(opened):
         math.log2(Q), rel=1e-5
     )
     text = sums["text_nelbo_sum"] / batch.counts["text_tokens"]
-    length = 0.1 * sums["length_nll_sum"] / batch.counts["lengths"]
+    length = 0.1 * sums["length_nll_sum"] / batch.counts["texts"]
     assert float(loss.detach()) == pytest.approx(float(text + length) + math.log(Q), rel=1e-4)
     with torch.no_grad():
         model.latent_head.weight.copy_(saved)

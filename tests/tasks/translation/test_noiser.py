@@ -96,11 +96,11 @@ def test_noise_does_not_depend_on_how_the_batch_is_cut(world, accum, sections):
             assert (
                 part.counts["text_tokens"],
                 part.counts["latents"],
-                part.counts["lengths"],
+                part.counts["texts"],
             ) == (
                 whole.counts["text_tokens"],
                 whole.counts["latents"],
-                whole.counts["lengths"],
+                whole.counts["texts"],
             )
 
 
@@ -161,7 +161,7 @@ def test_counts_are_those_of_the_whole_batch():
     assert batch.counts["text_tokens"] == int(batch.attention_mask.sum(1).numpy()[text].sum())
     assert (
         batch.counts["latents"] == (batch.modes != L2T).sum()
-        and batch.counts["lengths"] == text.sum()
+        and batch.counts["texts"] == text.sum()
     )
 
 

@@ -120,7 +120,7 @@ def test_metrics_are_those_of_the_definition():
     torch.testing.assert_close(metrics["text_nelbo_sum"], expected)
     rest = loss - expected / batch.counts["text_tokens"]
     torch.testing.assert_close(
-        rest, 0.1 * metrics["length_nll_sum"] / batch.counts["lengths"], rtol=1e-3, atol=1e-5
+        rest, 0.1 * metrics["length_nll_sum"] / batch.counts["texts"], rtol=1e-3, atol=1e-5
     )
 
 
