@@ -5,8 +5,8 @@ one.
     [--json FILE]
 
 One preparation of the corpus runs undisturbed in one process. Another is started repeatedly with
-one to three ranks and killed by SIGKILL after a random time: its process group, or one rank of
-several. Half of the kills come soon after a start, where ranks read, tokenize and claim; the
+one to three ranks and killed by SIGKILL after a random time: all of its ranks, or one and then
+the others. Half of the kills come soon after a start, where ranks read, tokenize and claim; the
 others come anywhere between two saved shards. After the last kill it runs to its end. Every file
 of both stores, including the manifest, must be equal, and no other file may be left.
 `stores_unequal` counts the files that differ or are in one of the stores only.
@@ -15,37 +15,21 @@ of both stores, including the manifest, must be equal, and no other file may be 
 from __future__ import annotations
 
 import argparse
-import os
 import random
 import secrets
-import signal
-import subprocess
+import shutil
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import _report
+from _runs import ROOT, RankServer
 
-ROOT = Path(__file__).resolve().parents[1]
+WORKER = Path(__file__).with_name("_prepare_worker.py")
 MAX_RANKS = 3
 HANG_TIMEOUT = 600.0  # seconds until a launch that neither ends nor is killed counts as hung
 SHARD = 64  # samples per task: small, so that a small corpus has many tasks
-
-
-def environment() -> dict[str, str]:
-    """Return an environment with one thread per rank."""
-    threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return {**os.environ, **threads, "PYTHONPATH": paths}
-
-
-def command(corpus: Path, out: Path, ranks: int, options: list[str]) -> list[str]:
-    """Return the command of `mmldlm prepare` with small shards."""
-    own = [str(Path(__file__).with_name("_prepare_worker.py")), str(SHARD), "prepare", str(corpus)]
-    own += ["--output-dir", str(out), *options]
-    launcher = ["-m", "mmldlm.launch.local_launcher", str(ranks)] if ranks > 1 else []
-    return [sys.executable, *launcher, *own]
 
 
 def tree(root: Path) -> dict[str, bytes]:
@@ -63,68 +47,31 @@ def num_results(out: Path) -> int:
     return sum(1 for path in work.glob("*/*") if not path.name.startswith("."))
 
 
-def ranks_of(process: subprocess.Popen) -> list[int]:
-    """Return the PIDs of the children of a launcher."""
-    try:
-        return [
-            int(pid)
-            for pid in (
-                Path(f"/proc/{process.pid}/task/{process.pid}/children")
-                .read_text(encoding="utf-8")
-                .split()
-            )
-        ]
-    except FileNotFoundError:
-        return []
-
-
-def launch_and_kill(
-    args: list[str], out: Path, soon: bool, rng: random.Random, log
+def start_and_kill(
+    server: RankServer, ranks: int, words: list[str], out: Path, soon: bool, rng: random.Random
 ) -> tuple[str, bool]:
-    """Start a launch and kill it; return the outcome, and whether it was killed before it
+    """Start a preparation and kill it; return the outcome, and whether it was killed before it
     ended.
     """
-    one_rank = rng.random() < 0.5
-    before = num_results(out)
-    process = subprocess.Popen(
-        args, env=environment(), stdout=log, stderr=log, start_new_session=True
+    victims = [rng.randrange(ranks)] if rng.random() < 0.5 else list(range(ranks))
+    before, num_more, pause = (
+        num_results(out),
+        rng.randint(1, 4),
+        rng.uniform(0, 2 if soon else 0.4),
     )
-    deadline = time.monotonic() + HANG_TIMEOUT
-    num_more = rng.randint(1, 4)
-    pause = rng.uniform(0, 8.0 if soon else 0.4)
-    if not soon:
-        while (
-            process.poll() is None
-            and num_results(out) < before + num_more
-            and time.monotonic() < deadline
-        ):
-            time.sleep(0.005)
-    try:
-        process.wait(pause)
-    except subprocess.TimeoutExpired:
-        pass
-    if process.poll() is not None:
-        return f"ended with {process.returncode}", False
-    victims = ranks_of(process)
-    if one_rank and len(victims) > 1:
-        os.kill(rng.choice(victims), signal.SIGKILL)
-        killed = "one rank"
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            killed = "one rank, and the others did not end"
-    else:
-        killed = "all"
-    for pid in (process.pid, *victims):
-        try:
-            (
-                os.killpg(process.pid, signal.SIGKILL)
-                if pid == process.pid
-                else os.kill(pid, signal.SIGKILL)
-            )
-        except ProcessLookupError:
-            pass
-    process.wait()
+    job, deadline = server.start(ranks, words, WORKER), time.monotonic() + HANG_TIMEOUT
+    while not soon and None in job.codes() and num_results(out) < before + num_more:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.005)
+    time.sleep(pause)
+    if None not in job.codes():
+        return f"ended with {job.codes()}", False
+    for rank in victims:
+        job.kill(rank)
+    # As a launcher ends the others.
+    job.wait(HANG_TIMEOUT, grace=0)
+    killed = "all" if len(victims) == ranks else f"rank {victims[0]}"
     return f"killed ({killed}), {num_results(out)} tasks done", True
 
 
@@ -157,42 +104,28 @@ def main() -> int:
             "--max-samples",
             str(len(lines) - 20),
         ]
-        quiet, killed, log_path = (
-            Path(folder, "quiet", "s"),
-            Path(folder, "killed", "s"),
-            Path(folder, "log"),
-        )
+        quiet, killed = Path(folder, "quiet", "s"), Path(folder, "killed", "s")
         for out in (quiet, killed):
             out.parent.mkdir()
-        with open(log_path, "w", encoding="utf-8") as log:
+        words = [str(SHARD), "prepare", str(corpus), *options, "--output-dir"]
+        with RankServer(f"{folder}/output") as server:
             started = time.perf_counter()
-            subprocess.run(
-                command(corpus, quiet, 1, options),
-                env=environment(),
-                stdout=log,
-                stderr=log,
-                check=True,
-            )
+            server.run(1, [*words, str(quiet)], WORKER)
             print(f"undisturbed: {time.perf_counter() - started:.0f} s", flush=True)
             num_done, num_launches = 0, 0
             while num_done < num_kills and num_launches < 3 * num_kills:
                 ranks = rng.randint(1, MAX_RANKS)
-                args_of_launch = command(corpus, killed, ranks, options)
-                outcome, was_killed = launch_and_kill(
-                    args_of_launch, killed, num_done % 2 == 1, rng, log
+                outcome, was_killed = start_and_kill(
+                    server, ranks, [*words, str(killed)], killed, num_done % 2 == 1, rng
                 )
                 num_done, num_launches = num_done + was_killed, num_launches + 1
                 print(f"launch {num_launches:2}, {ranks} rank(s): {outcome}", flush=True)
                 if not was_killed and killed.exists():
                     # Complete before all kills: start from scratch.
                     compare(quiet, killed)
-                    subprocess.run(["rm", "-r", str(killed)], check=True)
-            last = command(corpus, killed, MAX_RANKS, options)
-            code = subprocess.run(last, env=environment(), stdout=log, stderr=log).returncode
-        if code:
-            print(log_path.read_text(encoding="utf-8")[-3000:])
-        num_unequal = len(compare(quiet, killed)) if code == 0 else len(tree(quiet))
-        num_files = len(tree(quiet))
+                    shutil.rmtree(killed)
+            server.run(MAX_RANKS, [*words, str(killed)], WORKER)
+        num_unequal, num_files = len(compare(quiet, killed)), len(tree(quiet))
     print(f"{num_files} files, {num_unequal} differ")
     claims = [_report.claim("stores_unequal", num_unequal + (num_kills - num_done), "<=", 0)]
     return _report.write(

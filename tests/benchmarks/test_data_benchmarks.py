@@ -5,11 +5,10 @@ run for its form.
 from __future__ import annotations
 
 import json
-import sys
 
 import pytest
 
-from tests.support.helpers import LONG, ROOT, launch
+from tests.support.helpers import LONG, launch_benchmark
 
 pytestmark = pytest.mark.long
 
@@ -32,7 +31,7 @@ def corpus(sentences, tmp_path_factory):
 def _run(name, corpus, tmp_path):
     report = tmp_path / "report.json"
     words = ["--quick", "--corpus", str(corpus), "--json", str(report)]
-    done = launch([sys.executable, str(ROOT / "benchmarks" / name), *words], timeout=900)
+    done = launch_benchmark(name, *words)
     assert done.returncode == 0, done.stdout[-4000:]
     return {claim["id"]: claim for claim in json.loads(report.read_text())["claims"]}, done.stdout
 
