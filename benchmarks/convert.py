@@ -50,8 +50,8 @@ from pathlib import Path
 from statistics import median
 
 import _report
+from _runs import ROOT, RankServer
 
-ROOT = Path(__file__).resolve().parent.parent
 HERE = Path(__file__).resolve().parent
 SMALL_CASES = (
     "z0_fp32",
@@ -77,12 +77,6 @@ ENVIRONMENT.pop("PYTHONDONTWRITEBYTECODE", None)
 
 def python(*words: str | Path) -> list[str]:
     return [sys.executable, *map(str, words)]
-
-
-def torchrun(world_size: int, *words: str | Path) -> list[str]:
-    return python(
-        "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world_size}", *words
-    )
 
 
 def check(command: list[str]) -> str:
@@ -291,14 +285,13 @@ def judge(jobs: list[tuple[Path, Path, bool]], scratch: Path) -> tuple[int, int]
     return tuple(sum(answer[key] for answer in answers) for key in ("tensors", "unequal"))
 
 
-def small_checkpoints(folder: Path, world_sizes: tuple[int, ...]) -> None:
+def small_checkpoints(server: RankServer, folder: Path, world_sizes: tuple[int, ...]) -> None:
     script = ROOT / "tests" / "support" / "make_zero.py"
     for world_size in world_sizes:
         cases = ",".join([*SMALL_CASES, *(LATER if world_size == 2 else ())])
-        check(
-            torchrun(world_size, script, "--out", folder / f"world{world_size}", "--cases", cases)
-        )
-    check(torchrun(2, script.with_name("make_fsdp.py"), "--out", folder / "small_fsdp"))
+        words = ["--out", folder / f"world{world_size}", "--cases", cases]
+        server.run(world_size, words, script)
+    server.run(2, ["--out", folder / "small_fsdp"], script.with_name("make_fsdp.py"))
 
 
 def compare_all(folder: Path, scratch: Path, world_sizes: tuple[int, ...]) -> tuple[int, int]:
@@ -332,7 +325,7 @@ def round_trip(source: Path, scratch: Path) -> Path:
     return path
 
 
-def compare_round_trips(folder: Path, scratch: Path) -> tuple[int, int]:
+def compare_round_trips(server: RankServer, folder: Path, scratch: Path) -> tuple[int, int]:
     """Tensors and moments compared, and those that are not the same bits; a loss that is not is
     one more.
     """
@@ -356,12 +349,10 @@ def compare_round_trips(folder: Path, scratch: Path) -> tuple[int, int]:
     }
     (scratch / "jobs.json").write_text(json.dumps([job]))
     script = ROOT / "tests" / "support" / "load_zero.py"
-    done = subprocess.run(
-        torchrun(2, script, scratch / "jobs.json"), env=ENVIRONMENT, capture_output=True, text=True
-    )
-    goes_on = "loaded 0" in done.stdout
+    ranks = server.start(2, [scratch / "jobs.json"], script)
+    goes_on = not any(ranks.wait(600)) and "loaded 0" in ranks.output()
     if not goes_on:
-        print(f"the end of the round trip does not go on as its beginning:\n{done.stdout[-1500:]}")
+        print(f"the end of the round trip does not go on as its beginning:\n{ranks.output(1500)}")
     return equal + differing + absent + 1, differing + absent + (not goes_on)
 
 
@@ -684,23 +675,23 @@ def main() -> int:
     parser.add_argument("--json", help="write the claims here")
     args = parser.parse_args()
     world_sizes = (2,) if args.quick else (1, 2, 4)
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary, RankServer(f"{temporary}/ranks") as server:
         folder, scratch = args.keep or Path(temporary) / "made", Path(temporary) / "scratch"
         scratch.mkdir()
         if not (folder / "COMPLETE").exists():
             sizes = (
-                ("--hidden", "64", "--blocks", "4")
+                ["--hidden", "64", "--blocks", "4"]
                 if args.quick
-                else ("--hidden", "768", "--blocks", "17")
+                else ["--hidden", "768", "--blocks", "17"]
             )
-            check(torchrun(2, HERE / "_checkpoints.py", "make", folder, *sizes))
-            small_checkpoints(folder, world_sizes)
+            server.run(2, ["make", folder, *sizes], HERE / "_checkpoints.py")
+            small_checkpoints(server, folder, world_sizes)
             (folder / "COMPLETE").write_text("")
         check(python("-m", "compileall", "-q", ROOT / "mmldlm"))
         rounds = args.rounds or (1 if args.quick else 3)
         ratios, against_dd, rows = time_all(folder, scratch, rounds)
         compared, unequal = compare_all(folder, scratch, world_sizes)
-        more, wrong_there = compare_round_trips(folder, scratch)
+        more, wrong_there = compare_round_trips(server, folder, scratch)
         compared, unequal = compared + more, unequal + wrong_there
         if args.large:
             ratios["1000M"], more_rows, (more, wrong_there) = measure_large(scratch, rounds)

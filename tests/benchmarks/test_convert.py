@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.support.helpers import ROOT, launch, run_ranks
+from tests.support.helpers import ROOT, launch, launch_benchmark, run_ranks
 
 pytestmark = pytest.mark.long
 
@@ -33,8 +33,7 @@ def made(zero_dir, fsdp_dir, tmp_path_factory):
 
 def test_quick(made, tmp_path):
     report = tmp_path / "report.json"
-    words = [str(SCRIPTS / "convert.py"), "--quick", "--keep", str(made), "--json", str(report)]
-    done = launch([sys.executable, *words], timeout=400)
+    done = launch_benchmark("convert.py", "--quick", "--keep", made, "--json", report)
     assert done.returncode in (0, 1), done.stdout[-3000:]
     answer = json.loads(report.read_text())
     claims = {claim["id"]: claim for claim in answer["claims"]}
