@@ -140,11 +140,11 @@ def _worst(codes: list[int], is_script: bool) -> int:
     A rank's own fault counts before what ranks agree on, and a stop by a signal last: launchers
     send one to the ranks that another's end leaves behind.
     """
+    reasons = [code for code in codes if code not in _STOPPED] or codes
     if is_script:
-        return max(codes)
-    faults = [code for code in codes if code not in COLLECTIVE_EXIT_CODES]
-    reasons = [code for code in codes if code != EXIT_INTERRUPTED]
-    return max(faults or reasons or codes)
+        return max(reasons)
+    faults = [code for code in reasons if code not in COLLECTIVE_EXIT_CODES]
+    return max(faults or reasons)
 
 
 def _is_in(rank: int, runs: list[list[int]]) -> bool:

@@ -88,7 +88,7 @@ def test_a_rank_that_waits_for_one_that_is_done_says_so():
     assert ranks.at(1e6) is None
 
 
-# Attempt 1: rank 1 hangs. Attempt 2: rank 1 is killed. Attempt 3: all is well.
+# Attempt 1: rank 1 hangs. Attempt 2: rank 1 is killed.
 SCRIPT = """
 import os, pathlib, signal, time
 import torch, mmldlm
@@ -108,26 +108,24 @@ for step in range(5):
     mmldlm.heartbeat(step)
     read_a_batch(step)
     torch.distributed.all_reduce(torch.ones(2))
-print("finished", rank)
 """
 
 
 def test_hung_and_killed_ranks_of_a_script_are_named(tmp_path):
     (tmp_path / "run.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "mmldlm.cli", "launch", "--nproc", "2"]
-    command += ["--launcher", "torchrun", "--level", "0", "--retries", "2"]
+    command += ["--launcher", "torchrun", "--level", "0", "--retries", "1"]
     command += ["--master_port", str(free_port())]
     command += ["--heartbeat-timeout", "6", "--", "run.py"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300
     )
     printed = done.stdout + done.stderr
-    assert done.returncode == 0, printed
+    assert done.returncode == 137, printed
     hung, killed = (line for line in done.stderr.splitlines() if line.startswith("ended:"))
     assert hung.startswith("ended: rank 1 on localhost (pid ") and "rank 0" not in hung
     assert "no progress since step 3" in hung and "in read_a_batch" in hung
     assert "rank 1 on localhost ended first, with status 137" in killed
-    assert "finished 0" in done.stdout
 
 
 def test_outside_of_a_launch_a_heartbeat_does_nothing(tmp_path):

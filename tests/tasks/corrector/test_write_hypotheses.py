@@ -15,7 +15,7 @@ from mmldlm.tasks.corrector import write_hypotheses as module
 from mmldlm.tasks.corrector.data import open_data
 from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.task import TranslationTask
-from tests.support.helpers import launch, torchrun
+from tests.support.helpers import run_ranks
 
 WORDS = ("--num-samples", "40", "--num-steps", "2")
 
@@ -151,17 +151,9 @@ def test_a_model_that_gets_no_training_text_wrong_is_named(
 
 def test_two_ranks_write_what_one_writes(model, store, tmp_path):
     assert run(model, store, tmp_path / "one") == 0
-    words = [
-        "-m",
-        "mmldlm.cli",
-        "hypotheses",
-        "--checkpoint",
-        str(model),
-        "--data",
-        str(store),
-        *WORDS,
-    ]
-    done = launch([*torchrun(2, *words), "--output-dir", str(tmp_path / "two")])
+    (tmp_path / "rank.py").write_text("from mmldlm.cli import main\nraise SystemExit(main())\n")
+    words = ["hypotheses", "--checkpoint", str(model), "--data", str(store), *WORDS]
+    done = run_ranks(2, tmp_path / "rank.py", *words, "--output-dir", str(tmp_path / "two"))
     assert done.returncode == 0, done.stdout
     assert content(tmp_path / "two") == content(tmp_path / "one")
 
