@@ -3,7 +3,7 @@
     python benchmarks/parity.py [--optimizer muon] [--data STORE] [--quick] [--json FILE]
 
 200 steps of the real training loop on one process; on DDP, FSDP2, ZeRO-0 to 3 and ZeRO-3 with
-offload on two ranks; on FSDP2 with two replicas (hsdp), ZeRO-2 and ZeRO-3 on four. --quick: 10
+offload on two ranks; on FSDP2 with two replicas (hsdp), ZeRO-2 and ZeRO-3 on four. --quick: 6
 steps on one process, with offload, and on four ranks, each but the first in one precision. The
 same global batch everywhere, in two accumulated micro-batches. The number of samples is not a
 multiple of the global batch: at the end of each epoch some ranks have empty micro-batches. In fp32
@@ -77,14 +77,14 @@ def main() -> int:
     parser.add_argument("--data", help=_store.HELP)
     parser.add_argument("--optimizer", choices=_runs.OPTIMIZERS, default="adamw")
     parser.add_argument(
-        "--quick", action="store_true", help="10 steps instead of 200, on fewer engines"
+        "--quick", action="store_true", help="6 steps instead of 200, on fewer engines"
     )
     parser.add_argument("--json", help="write conditions and claims here")
     args = parser.parse_args()
     sys.path.insert(0, str(_runs.ROOT))
     data, steps, samples = (
         _store.given_or_made(args.data),
-        10 if args.quick else 200,
+        6 if args.quick else 200,
         37 if args.quick else 509,
     )
     worst = dict.fromkeys(BOUNDS, 0.0)
@@ -99,7 +99,7 @@ def main() -> int:
                 f"training.num_train_steps={steps}",
                 f"training.dtype={dtype}",
                 "optimizer.warmup_steps=5",
-                # Every rank makes these from MiniLM's, which takes longer than ten steps.
+                # Every rank makes these from MiniLM's, which takes longer than a few steps.
                 *([] if args.quick else ["model.token_embedding_init=encoder"]),
                 *_runs.OPTIMIZERS[args.optimizer],
                 *_runs.ENGINES[name],

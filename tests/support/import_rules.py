@@ -161,11 +161,15 @@ def import_graph():
     for path, module, is_package in modules():
         tree = ast.parse(path.read_text())
         names = [absolute(raw, module, is_package) for raw, _, _ in imports(tree)]
-        targets = {
-            max((k for k in known if under(name, [k])), key=len, default=None) for name in names
-        }
-        graph[module] = targets - {None, module, "mmldlm"}
+        graph[module] = {_file_of(name, known) for name in names} - {"", module, "mmldlm"}
     return graph
+
+
+def _file_of(name: str, known: set[str]) -> str:
+    """Return the module that holds a dotted name, "" if none of `known` does."""
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name
 
 
 def find_circle(graph):
