@@ -1,7 +1,8 @@
 """Kill -9 a random rank at a random moment, repeatedly: the run must continue with unchanged
 losses.
 
-    python benchmarks/kill_resume.py [--data STORE] [--kills N] [--quick] [--seed N] [--json FILE]
+    python benchmarks/kill_resume.py [--data STORE] [--kills N] [--quick] [--engines NAME ...]
+    [--seed N] [--json FILE]
     [key=value ...]
 
 key=value are config overrides. Of images: --data STORE task=image_text data.shift_pixels=1
@@ -262,6 +263,7 @@ def main() -> int:
     parser.add_argument("--optimizer", choices=_runs.OPTIMIZERS, default="adamw")
     parser.add_argument("--kills", type=int, help="number of kills (100)")
     parser.add_argument("--quick", action="store_true", help="4 kills")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument(
         "--seed", type=int, help="of the random choices (default: a new one, printed)"
     )
@@ -272,13 +274,13 @@ def main() -> int:
     args = parser.parse_args()
     sys.path.insert(0, str(_runs.ROOT))
     data = _store.given_or_made(args.data)
-    num_kills = args.kills or (4 if args.quick else 100)
+    engines, num_kills = args.engines, args.kills or (4 if args.quick else 100)
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     print(f"{num_kills} kills, seed {seed}")
     with tempfile.TemporaryDirectory() as folder, _runs.RankServer(f"{folder}/output") as launcher:
 
         def kill_all(place: int) -> int:
-            engine, own = ENGINES[place], len(range(place, num_kills, len(ENGINES)))
+            engine, own = engines[place], len(range(place, num_kills, len(engines)))
             run, chance, lost = (
                 Run(
                     launcher,
@@ -305,7 +307,7 @@ def main() -> int:
         # Survivors spend most of a life's time on finding out who died: another run can use the
         # cores meanwhile.
         with ThreadPoolExecutor(AT_A_TIME) as pool:
-            num_lost = sum(pool.map(kill_all, range(min(num_kills, len(ENGINES)))))
+            num_lost = sum(pool.map(kill_all, range(min(num_kills, len(engines)))))
     claims = [_report.claim("kills_lost", num_lost, "<=", 0)]
     used = {
         "kills": num_kills,
