@@ -1,6 +1,7 @@
 """Autoregressive language model: p(x) = prod p(x_i | x_<i, z), EOS modelled, exact likelihood.
 
-Its collator, objective and task.
+A causal PlainTransformer: row i reads token i - 1, the first a learned start; no length head.
+`sampling/autoregressive.py` writes its texts. Here are its collator, objective and task.
 """
 
 from __future__ import annotations
