@@ -311,6 +311,7 @@ def main() -> int:
     claims = [_report.claim("kills_lost", num_lost, "<=", 0)]
     used = {
         "kills": num_kills,
+        "engines": engines,
         "seed": seed,
         "save_freq": SAVE_FREQ,
         "optimizer": args.optimizer,

@@ -206,6 +206,7 @@ def test_a_node_without_a_rank_is_excluded_and_not_the_one_that_waited_for_it():
         ((4, 5), 4, []),
         ((1, 2), 1, ["n0"]),
         ((137, 5), 137, ["n0"]),
+        ((137, 143), 137, ["n0"]),
         ((5, 5), 5, []),
     ],
 )

@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 # Whole launches and the short forms of benchmarks are dear: what stands for all of them runs
 # always, the rest when it is asked for.
 LONG = pytest.mark.skipif(
-    os.environ.get("MMLDLM_MULTINODE") != "1",
-    reason="one of many whole launches, or a benchmark's form: run with MMLDLM_MULTINODE=1",
+    os.environ.get("MMLDLM_ALL_TESTS") != "1",
+    reason="dear, and one of many of its kind: run with MMLDLM_ALL_TESTS=1",
 )
 
 
