@@ -40,7 +40,8 @@ from mmldlm.engines.deepspeed_config import CPU_BUCKET, GPU_BUCKET
 
 SIZES = (CPU_BUCKET, GPU_BUCKET, 500_000_000)  # elements; the last one is DeepSpeed's own default
 ACCUMULATION = _runs.ACCUMULATION
-SHIPPED = GPU_BUCKET if torch.cuda.is_available() else CPU_BUCKET
+RANKS = 2
+SHIPPED = GPU_BUCKET if torch.cuda.device_count() >= RANKS else CPU_BUCKET
 KEYS = ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")
 WARM, TIMED, PROFILED = 3, 6, 3
 LARGE = [
@@ -105,7 +106,7 @@ def measure(
         args.data,
         folder,
         "run",
-        2,
+        RANKS,
         *([] if args.quick else LARGE),
         "logging.log_freq=1",
         "checkpoints.async_save=false",
@@ -113,7 +114,7 @@ def measure(
         f"training.profile=[{last + 1},{last + PROFILED}]",
         *words,
     )
-    launcher.run(2, words)
+    launcher.run(RANKS, words)
     log = _runs.read_log(folder / "run")
     ends = [datetime.fromisoformat(record["time"]).timestamp() for record in log]
     seconds = [after - before for before, after in zip(ends[WARM - 1 : last], ends[WARM:last])]
@@ -146,7 +147,7 @@ def main() -> int:
         folder = Path(name)
         words = variants(folder, args.quick)
         found = {variant: ([], [], [], []) for variant in words}
-        with _runs.RankServer(folder / "logs") as launcher:
+        with _runs.RankServer(folder / "logs", RANKS) as launcher:
             for turn in range(rounds):
                 for variant, more in words.items():
                     seconds, *figures = measure(launcher, args, folder, more)

@@ -171,7 +171,8 @@ def saved_bytes(variant) -> int:
         storage = tensor.untyped_storage()
         if storage._cdata not in known:
             kept[storage._cdata] = storage
-        return tensor
+        # The tensor itself, where it is an output, would keep its graph alive for good.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = variant.loss()

@@ -23,6 +23,8 @@ GPU_BUCKET, CPU_BUCKET = 50_000_000, 5_000_000
 ZERO0_BUCKET = 500_000_000
 # Default of stage3_max_live_parameters and stage3_max_reuse_distance in DeepSpeed, elements.
 MAX_LIVE = 1_000_000_000
+# Default of sub_group_size in DeepSpeed, elements.
+SUB_GROUP = 1_000_000_000
 # Defaults where stability.* does not set them, as in stability/guard.py.
 LOSS_SCALE, LOSS_SCALE_WINDOW = 65536.0, 1000
 _BUCKETS = {
@@ -106,6 +108,14 @@ def max_live_elements(json_path: str | None = None) -> int:
         for key in ("stage3_max_live_parameters", "stage3_max_reuse_distance")
     )
     return min(MAX_LIVE if limit == "auto" else int(limit) for limit in limits)
+
+
+def sub_group_elements(json_path: str | None = None) -> int:
+    """Return how many elements of a rank ZeRO-3 updates at a time: the JSON's, or DeepSpeed's
+    default.
+    """
+    found = read_json(json_path).get("zero_optimization", {}).get("sub_group_size", "auto")
+    return SUB_GROUP if found == "auto" else int(found)
 
 
 def offloaded(stage: int, json_path: str | None) -> dict[str, str]:

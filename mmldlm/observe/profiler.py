@@ -88,7 +88,8 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU] + (
             [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         )
-        self._profile = profile(activities=activities, record_shapes=True)
+        # acc_events: torch 2.11 warns that a second cycle would drop the events of the first.
+        self._profile = profile(activities=activities, record_shapes=True, acc_events=True)
         self._profile.start()
 
     def after(self, step: int) -> ProfileSummary | None:

@@ -12,15 +12,19 @@ from typing import Any, NamedTuple
 from mmldlm.config.schema import Config
 from mmldlm.engines.deepspeed_config import (
     MAX_LIVE,
+    SUB_GROUP,
     bucket_elements,
     max_live_elements,
     resolve_stage,
+    sub_group_elements,
 )
 
 GIB = 1 << 30
 # Memory of a process with torch loaded (measured: 0.35 GiB resident on CPU), and on a GPU of its
 # context and NCCL's buffers.
 BASE_CPU, BASE_GPU = int(0.4 * GIB), int(1.2 * GIB)
+# What cuBLAS works in, which torch's allocator gives it (measured on an H200).
+CUBLAS_WORKSPACE = 64 << 20
 # Activations as allocated over their own bytes, which benchmarks/step.py measures.
 ALLOCATOR = 1.1
 # From most to least memory per rank.
@@ -78,6 +82,7 @@ def rank_bytes(
         offload=offload,
         accumulates=config.training.grad_accum_steps > 1,
         max_live=max_live_elements(json_path),
+        sub_group=sub_group_elements(json_path),
         shard_gradients=engine.shard_gradients,
     )
 
@@ -89,13 +94,17 @@ class Demand(NamedTuple):
         kept: Weights, masters and moments, which exist all the time.
         before: Gradients that exist when the last backward pass of a step begins.
         after: Gradients when it ends.
-        working: Gathered weights, buckets, and copies of gradients that are being reduced.
+        working: Gathered weights, buckets, and copies of gradients that are being reduced, in the
+            forward and backward passes.
+        step: What exists beside `kept` during the optimizer step, where it is more than in the
+            passes: gradients, copies of them, buckets.
     """
 
     kept: float
     before: float
     after: float
     working: float
+    step: float = 0.0
 
 
 def demand(
@@ -107,6 +116,7 @@ def demand(
     offload: Collection[str] = (),
     accumulates: bool = False,
     max_live: int = MAX_LIVE,
+    sub_group: int = SUB_GROUP,
     shard_gradients: bool = False,
     on_gpu: bool = True,
 ) -> Demand:
@@ -125,6 +135,7 @@ def demand(
         offload: "optimizer" and "param", if they are in another memory (see host_bytes).
         accumulates: Whether a step has several micro-batches.
         max_live: Elements that ZeRO-3 may keep gathered (stage3_max_live_parameters).
+        sub_group: Elements of a rank that ZeRO-3 updates at a time (sub_group_size).
         shard_gradients: engine.shard_gradients, of FSDP2.
         on_gpu: Whether NCCL communicates, not gloo.
     """
@@ -152,14 +163,18 @@ def demand(
         # Gradients are unsharded, in low precision and accumulated in fp32; the step copies its
         # part of them.
         whole = (4 + (low if low == 2 else 0)) * trainable
-        return Demand(low * weights + states, whole, whole + gradients, buckets)
+        step = whole + gradients + buckets
+        return Demand(low * weights + states, whole, whole, buckets, step)
     if plan == "zero2":
         return Demand(low * weights + states, gradients, gradients, buckets)
     if plan == "zero3":
         kept = (0 if "param" in offload else low * weights / world_size) + states
         # Weights stay gathered from the forward to the backward pass, up to the limit.
         resident = low * min(weights, max(max_live, 2 * unit))
-        return Demand(kept, gradients, gradients, resident + buckets)
+        # The step copies the gradients of one sub-group at a time; on the host, if offloaded.
+        copied = 0 if "optimizer" in offload else 4 * min(sub_group, per_rank)
+        step = gradients + copied + buckets
+        return Demand(kept, gradients, gradients, resident + buckets, step)
     assert plan == "fsdp", plan
     # Unsharded gradients until the last micro-batch reduces them. A unit is copied to be reduced,
     # and once more by gloo, which has no reduce-scatter.
@@ -176,7 +191,7 @@ def state_bytes(
 ) -> int:
     """Return the peak bytes of one rank without activations; arguments as of `demand`."""
     found = demand(plan, sizes, world_size, dtype, bucket, **more)
-    return int(found.kept + max(found.before, found.after) + found.working)
+    return int(found.kept + max(max(found.before, found.after) + found.working, found.step))
 
 
 def moment_bytes(sizes: dict) -> int:
@@ -205,6 +220,7 @@ def bytes_per_rank(
 
     The backward pass frees activations as it makes gradients. Its peak is at its beginning, where
     all activations exist, or at its end, where all gradients exist and one block's activations.
+    The optimizer step, without activations, may need more than both.
 
     Args:
         plan, sizes, world_size, dtype, bucket, more: As of `demand`.
@@ -214,8 +230,8 @@ def bytes_per_rank(
     logits = sizes["logits_gpu" if on_gpu else "logits_cpu"]
     beginning = found.before + sizes["activations"] * ALLOCATOR + logits
     end = found.after + sizes.get("working", sizes["activations"]) * ALLOCATOR
-    base = BASE_GPU if on_gpu else BASE_CPU
-    return int(found.kept + max(beginning, end) + found.working) + base
+    base = BASE_GPU + CUBLAS_WORKSPACE if on_gpu else BASE_CPU
+    return int(found.kept + max(max(beginning, end) + found.working, found.step)) + base
 
 
 def checkpoint_bytes(plan: str, sizes: dict, dtype: str) -> int:

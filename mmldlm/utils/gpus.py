@@ -52,16 +52,16 @@ def _index_of(pynvml: ModuleType, name: str, count: int) -> int | None:
     return None
 
 
-def main() -> None:
-    """Print the number of visible GPUs; 0 without a working driver."""
+def count_visible_gpus() -> int:
+    """Return the number of visible GPUs; 0 without a working driver."""
     import pynvml
 
     try:
         pynvml.nvmlInit()
-        print(len(visible_gpus(pynvml)))
+        return len(visible_gpus(pynvml))
     except pynvml.NVMLError:
-        print(0)
+        return 0
 
 
 if __name__ == "__main__":
-    main()
+    print(count_visible_gpus())

@@ -17,6 +17,7 @@ from tests.conftest import VISIBLE_GPUS
 from tests.support.gpu_worker import BAD_STEP, ENGINES, OPTIONS, STEPS
 from tests.support.helpers import ROOT, launch, read_log, torchrun, train_words
 from tests.support.image_store import make_image_store
+from tests.support.rank_server import SHARED
 
 WORKER = str(ROOT / "tests" / "support" / "gpu_worker.py")
 pytestmark = pytest.mark.skipif(VISIBLE_GPUS is None, reason="needs a GPU")
@@ -144,3 +145,16 @@ def test_preflight_trains_two_steps_on_the_gpu(store, tmp_path, gpu):
     options = ["--level", "4", "--nproc", "1", "--skip", "GPU004,PROC001"]
     done = launch([sys.executable, "-m", "mmldlm.cli", "preflight", *options, *words], **gpu)
     assert done.returncode == 0, done.stdout[-6000:]
+
+
+def test_a_benchmark_of_several_ranks_runs_on_the_cpu_beside_one_gpu(
+    store, tmp_path, gpu, monkeypatch
+):
+    """The fourth step of the quickstart, which compares ZeRO on two ranks with one process."""
+    monkeypatch.delenv(SHARED, raising=False)  # the server of the tests sees no GPU
+    report = tmp_path / "parity.json"
+    words = ["--steps", "2", "--data", str(store), "--json", str(report)]
+    parity = [sys.executable, str(ROOT / "benchmarks" / "zero_parity.py"), "--quick", *words]
+    done = launch(parity, **gpu)
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert json.loads(report.read_text(encoding="utf-8"))["claims"][0]["holds"]

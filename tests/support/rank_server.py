@@ -27,6 +27,8 @@ import threading
 import time
 from pathlib import Path
 
+from mmldlm.utils.gpus import VISIBLE, count_visible_gpus
+
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "mmldlm" / "train.py"
 SHARED = "MMLDLM_RANK_SERVER"
@@ -87,12 +89,13 @@ class RankServer:
 
     Args:
         logs: folder for what the ranks print.
+        ranks: most ranks of a training. Where there are fewer GPUs, all trainings run on the CPU.
 
     Attributes:
         address: path of the server's socket, for SHARED.
     """
 
-    def __init__(self, logs: str | Path):
+    def __init__(self, logs: str | Path, ranks: int = 4):
         self._logs, self._num_started = Path(logs), 0
         self._lock = threading.Lock()  # several threads may each run a training
         self._logs.mkdir(parents=True, exist_ok=True)
@@ -100,7 +103,7 @@ class RankServer:
         if self.address is None:
             self._folder = tempfile.TemporaryDirectory(prefix="mmldlm_ranks_")
             self.address = f"{self._folder.name}/socket"
-            self._process = _start_server(self.address)
+            self._process = _start_server(self.address, count_visible_gpus() >= ranks)
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(self.address)
         self._answers = self._socket.makefile(encoding="utf-8")
@@ -202,10 +205,6 @@ class RankServer:
             )
 
 
-def _has_gpu() -> bool:
-    return os.path.exists("/dev/nvidiactl")
-
-
 def _rendezvous_port() -> int:
     """A free port below those that the system gives to outgoing connections, of which gloo opens
     many.
@@ -224,7 +223,7 @@ def _rendezvous_port() -> int:
 # -- the process from which ranks are forked ------------------------------------------------------
 
 
-def _start_server(address: str) -> subprocess.Popen:
+def _start_server(address: str, on_gpus: bool) -> subprocess.Popen:
     """Start a server that ends with this process, and wait until it listens."""
     inherited = os.environ.get("PYTHONPATH")
     environment = {
@@ -233,8 +232,8 @@ def _start_server(address: str) -> subprocess.Popen:
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join([str(ROOT), *([inherited] if inherited else [])]),
     }
-    if not _has_gpu():
-        environment["DS_ACCELERATOR"] = "cpu"
+    if not on_gpus:
+        environment |= {VISIBLE: "", "DS_ACCELERATOR": "cpu"}
     process = subprocess.Popen(
         [sys.executable, __file__, address],
         env=environment,
@@ -326,7 +325,7 @@ transformers.models.bert.modeling_bert transformers.models.t5.modeling_t5
 
 def _import_what_ranks_need() -> None:
     # an import may initialize CUDA, which does not survive a fork: every rank imports for itself
-    if _has_gpu():
+    if count_visible_gpus() > 0:
         return
     import mmldlm
 
