@@ -91,6 +91,8 @@ REMOVED = {
 UNREAD = {
     "text_diffusion.eps": ("schedule", "loglinear"),
     "text_diffusion.min_timestep": ("masking", "bernoulli"),
+    "text_diffusion.masking": ("fully_masked_only", False),
+    "text_diffusion.timesteps": ("fully_masked_only", False),
     "latent_diffusion.min_snr_gamma": ("weighting", "min_snr"),
     "loss.normalize_eps": ("latent_loss", "normalized_mse"),
 }

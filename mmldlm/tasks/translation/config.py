@@ -80,6 +80,10 @@ class TextDiffusionConfig(Section):
             "text_diffusion",
             ("eps", self.schedule == "loglinear", "text_diffusion.schedule=loglinear"),
             ("min_timestep", self.masking == "bernoulli", "text_diffusion.masking=bernoulli"),
+            *(
+                (key, not self.fully_masked_only, "text_diffusion.fully_masked_only=false")
+                for key in ("masking", "timesteps")
+            ),
         )
         return self
 

@@ -383,6 +383,16 @@ def test_logit_normal_has_the_mean_and_spread_of_the_config():
         ("latent_diffusion", {"min_snr_gamma": 20}, {"weighting": "min_snr"}),
         ("loss", {"normalize_eps": 1e-6}, {"latent_loss": "normalized_mse"}),
         ("text_diffusion", {"min_timestep": 0.01}, {"masking": "bernoulli"}),
+        (
+            "text_diffusion",
+            {"masking": "bernoulli", "fully_masked_only": True},
+            {"fully_masked_only": False},
+        ),
+        (
+            "text_diffusion",
+            {"timesteps": "uniform", "fully_masked_only": True},
+            {"fully_masked_only": False},
+        ),
         ("text_diffusion", {"eps": 0.01, "schedule": "cosine"}, {"schedule": "loglinear"}),
         (
             "latent_diffusion",
