@@ -10,7 +10,7 @@ import _report
 import _store
 import pytest
 
-from tests.support.helpers import ROOT, launch
+from tests.support.helpers import LONG, ROOT, launch
 
 every = importlib.import_module("all")
 
@@ -131,6 +131,7 @@ def test_a_store_can_be_made_of_the_standard_library():
     assert len(set(sentences)) == 640 and all(len(text.split()) > 2 for text in sentences)
 
 
+@LONG
 def test_the_guard_costs_one_host_sync_a_step(store, tmp_path):
     """benchmarks/guard_overhead.py through all.py: one host read per step and none by the model;
     time is not judged.

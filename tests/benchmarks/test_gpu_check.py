@@ -10,7 +10,7 @@ import sys
 import _gpu_check
 import pytest
 
-from tests.support.helpers import ROOT, launch
+from tests.support.helpers import LONG, ROOT, launch
 
 
 def command(out, data, *words):
@@ -33,6 +33,7 @@ def report(out):
     return json.loads((out / "gpu_check.json").read_text(encoding="utf-8"))
 
 
+@LONG
 def test_a_check_goes_on_where_an_earlier_call_stopped(check, store, tmp_path):
     words = tmp_path, store, "--parts", "environment", "sizes", "--minutes"
     code, said = check(*words, "1")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import sys
 
-from tests.support.helpers import ROOT, launch
+from tests.support.helpers import LONG, ROOT, launch
 
 
+@LONG
 def test_costs_are_printed_with_their_laws(tmp_path):
     report = tmp_path / "report.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "scale.py"), "--quick"]

@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from tests.support.helpers import launch_benchmark
+from tests.support.helpers import LONG, launch_benchmark
 
 pytestmark = pytest.mark.long
 
@@ -32,6 +32,7 @@ def test_four_trainers_have_the_same_losses(tmp_path):
     assert {"mmldlm_over_bare_deepspeed", "hf_trainer_over_mmldlm"} <= set(claims)
 
 
+@LONG
 def test_a_stopped_and_killed_run_logs_every_step_once(store, tmp_path):
     words = ("--data", str(store), "--quick", "--steps", "40", "--engines", "zero2")
     claims = claims_of("soak.py", tmp_path, *words)

@@ -19,7 +19,8 @@ def test_data_goes_to_and_fro_and_is_measured():
         (found,) = connections.connect({"to": [["127.0.0.1", opened["port"]]]})
     finally:
         connections.close({})
-    assert 0 < found["ms"] < 1000 and found["segments"] > 3 and found["retransmitted"] == 0
+    # A machine that is busy sends one again, too.
+    assert 0 < found["ms"] < 1000 and found["segments"] > 3 and found["retransmitted"] <= 1
     assert "error" in connections.connect({"to": [["127.0.0.1", opened["port"]]]})[0]
 
 

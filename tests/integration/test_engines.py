@@ -93,7 +93,7 @@ def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
         for engine in (engine for engine in ENGINES if (case, engine) not in LEFT_OUT):
             found = [record["loss"] for record in read_log(tmp_path, f"{case}_{engine}")]
             assert found == pytest.approx(expected, rel=2e-5), (case, engine)
-    for engine in ("single", *ENGINES):
+    for engine in ("single", *(e for e in ENGINES if ("sparse_modes", e) not in LEFT_OUT)):
         (profile,) = [
             e
             for e in read_log(tmp_path, f"sparse_modes_{engine}", "events.jsonl")

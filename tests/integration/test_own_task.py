@@ -13,7 +13,7 @@ import time
 import pytest
 import torch
 
-from tests.support.helpers import ROOT, environment, rank_server, read_log, run_ranks
+from tests.support.helpers import LONG, ROOT, environment, rank_server, read_log, run_ranks
 from tests.support.own_task_worker import ENGINES, EXAMPLE, STEPS, words_of
 
 pytestmark = pytest.mark.long
@@ -205,6 +205,7 @@ def test_config_sanity_preflight_monitor_and_plot_know_it(
     assert all(f"<!-- {label} -->" in drawn for label in ("total", "nll", "validation nll"))
 
 
+@LONG
 def test_the_dry_run_of_preflight_trains_it(text, tmp_path):
     """Two steps, a save and a resume through torchrun, started in the example's folder."""
     words = [*words_of(text, tmp_path, "dry"), "engine.kind=ddp", "training.train_batch_size=2"]
