@@ -80,7 +80,6 @@ QUICK = {
         1,
         (
             "Inf in one gradient element on one rank",
-            "NaN in one latent of one sample",
             "token id out of range",
             "NaN in a weight",
         ),
@@ -98,7 +97,7 @@ QUICK = {
         (
             "NaN loss on one rank",
             "NaN in a weight",
-            *SAVING,
+            "read-only checkpoint folder on one rank",
         ),
     ),
     "zero3": (

@@ -7,5 +7,5 @@ cd "$(dirname "$0")/.."
 mmldlm_leave_platform
 mmldlm_env quickstart eval dev
 unset PYTHONDONTWRITEBYTECODE # hundreds of processes would each compile mmldlm, for a third of a second
-# Three files at a time keep two cores busy, since many a test waits for a rank or a host. Files marked `long` begin first.
-exec "$PYTHON" -m pytest -ra -n "${MMLDLM_TEST_WORKERS:-3}" --dist loadfile --no-loadscope-reorder "$@"
+# Four files at a time keep two cores busy, since many a test waits for a rank or a host. Files marked `long` begin first.
+exec "$PYTHON" -m pytest -ra -n "${MMLDLM_TEST_WORKERS:-4}" --dist loadfile --no-loadscope-reorder "$@"

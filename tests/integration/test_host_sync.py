@@ -52,7 +52,7 @@ def test_a_step_never_makes_the_host_wait(library, store):
     done = launch([sys.executable, str(SUPPORT / "host_sync_worker.py"), str(library), str(store)])
     assert done.returncode == 0, done.stdout[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 16 and all(seen == [] for seen in found.values()), found
+    assert len(found) == 15 and all(seen == [] for seen in found.values()), found
 
 
 def test_results_on_a_pretended_gpu_are_those_of_the_cpu(library, checkpoint, store, tmp_path):  # noqa: F811

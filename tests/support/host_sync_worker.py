@@ -26,7 +26,6 @@ CASES = {
     "bf16, nothing scored": {"dtype": "bf16", "words": ["training.loss_type=t2l"]},
     "bf16, layer by layer": {"dtype": "bf16", "hooked": True, "words": ["model.dropout=0.1"]},
     "fp32": {"dtype": "fp32"},
-    "autocast": {"dtype": "bf16", "autocast": True},
     "autocast, Muon": {"dtype": "bf16", "autocast": True, "words": ["optimizer.kind=muon"]},
     "sampled candidates": {
         "dtype": "bf16",

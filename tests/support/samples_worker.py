@@ -23,8 +23,8 @@ from mmldlm.inference import validation_samples  # noqa: E402
 from tests.support.engine_worker import ENGINES, run  # noqa: E402
 
 STEPS = 2
-SAMPLED_ON = {name: ENGINES[name] for name in ("ddp", "fsdp", "zero3")}
-"""Whole weights on every rank, and shards of both kinds."""
+SAMPLED_ON = {name: ENGINES[name] for name in ("fsdp", "zero3")}
+"""Shards of both kinds, which are gathered to sample."""
 OF_IMAGES = ["training.loss_type_weights={t2i: 0.5, i2t: 0.5}", "training.dtype=bf16"]
 IMAGES = {
     "image_text_fsdp": ["task=image_text", "engine.kind=fsdp", *OF_IMAGES],
