@@ -13,7 +13,6 @@ from mmldlm.commands import config_options
 from mmldlm.distributed.environment import check_single_process, hidden_gpu_note
 from mmldlm.engines.deepspeed_config import check_fp16
 from mmldlm.errors import UserError
-from mmldlm.training.session import check_run
 from mmldlm.utils import option_types
 from mmldlm.utils.entry_point import module_command
 
@@ -34,7 +33,10 @@ def main(args: argparse.Namespace) -> int:
     starts.
     """
     check_single_process("mmldlm train")
+    # Takes two seconds, which `mmldlm train --help` can do without.
     import torch
+
+    from mmldlm.training.session import check_run
 
     config = config_options.parse_config(args)
     is_single = config.engine.kind == "single"
