@@ -1,5 +1,5 @@
 # What the two quickstarts share, to be sourced after `cd` to the checkout: the environment (its set-up took from `start`
-# to `installed`), the memory settings of a CPU, and steps. The steps read `out` and `store`.
+# to `installed`), the memory settings of a CPU, the ranks, and steps. The steps read `out` and `store`.
 
 start=$SECONDS
 . launchers/_env.sh
@@ -11,13 +11,17 @@ mmldlm_leave_platform
 mmldlm_env quickstart eval
 installed=$SECONDS
 
-if [ "$("$PYTHON" "$MMLDLM_PACKAGE/utils/run_module.py" mmldlm.utils.gpus)" = 0 ]; then
-    NPROC=${NPROC:-2}
+gpus=$("$PYTHON" "$MMLDLM_PACKAGE/utils/run_module.py" mmldlm.utils.gpus)
+if [ "$gpus" = 0 ]; then
     # Training allocates the same large buffers at every step: keeping them avoids page faults (a sixth of the time).
     # Not all in GLIBC_TUNABLES, which glibc truncates at the first colon for child processes.
     export GLIBC_TUNABLES=${GLIBC_TUNABLES:-glibc.malloc.hugetlb=1}
     export MALLOC_MMAP_THRESHOLD_=4294967296 MALLOC_TRIM_THRESHOLD_=17179869184 MALLOC_TOP_PAD_=268435456
 fi
+# The presets' batch is that of one of two ranks; a rank alone takes two of them a step, for the same result.
+[ "$gpus" = 1 ] && NPROC=${NPROC:-1} || NPROC=${NPROC:-2}
+alone=()
+[ "$NPROC" != 1 ] || alone=(training.grad_accum_steps=2)
 
 step() { printf '\n== %s\n' "$*"; }
 

@@ -7,7 +7,7 @@
 #
 #   OUT           output folder                                                   (default: runs/quickstart-images)
 #   STEPS         optimizer steps                                                 (default: those of the preset)
-#   NPROC         ranks                                                           (default: 2 on a CPU, else all GPUs)
+#   NPROC         ranks                                                           (default: 2, or 1 where there is one GPU)
 # Arguments are config overrides, for example training.num_train_steps=5000
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -21,9 +21,9 @@ step "1/6 prepare: glyphs -> $store"
 prepare_once glyphs
 
 step "2/6 train: DeepSpeed ZeRO-2"
-mmldlm train ${NPROC:+--nproc "$NPROC"} --config-name image_text_quick --deepspeed_config ds_configs/zero2.json \
+mmldlm train --nproc "$NPROC" --config-name image_text_quick --deepspeed_config ds_configs/zero2.json \
     data.latent_data_root="$store" logging.save_dir="$out" logging.run_name=run training.resume=auto \
-    ${STEPS:+training.num_train_steps="$STEPS"} "$@"
+    ${STEPS:+training.num_train_steps="$STEPS"} "${alone[@]}" "$@"
 
 end_if_evaluated --images
 
