@@ -319,7 +319,11 @@ class VirtualCluster:
             path.mkdir(mode=0o700, exist_ok=True)
         self._write_files()
         self.switch = self._spawn("unshare", "--net", "sleep", "infinity")
-        time.sleep(0.1)
+        # Until it has left this machine's namespace, the bridge would become this machine's.
+        here, deadline = os.readlink("/proc/self/ns/net"), time.monotonic() + 10
+        while os.readlink(f"/proc/{self.switch.pid}/ns/net") == here:
+            assert time.monotonic() < deadline, "the switch did not start"
+            time.sleep(0.01)
         self.in_switch("ip", "link", "add", "br0", "type", "bridge")
         self.in_switch("ip", "link", "set", "br0", "up")
         for number, host in enumerate(self.hosts, 1):
