@@ -4,7 +4,7 @@
 
 200 steps of the real training loop on one process; on DDP, FSDP2, ZeRO-0 to 3 and ZeRO-3 with
 offload on two ranks; on FSDP2 with two replicas (hsdp), ZeRO-2 and ZeRO-3 on four. --quick: 6
-steps on one process, with offload, and on four ranks (hsdp, ZeRO-3), each but the first in one
+steps on one process, with offload, and on four ranks (hsdp), each but the first in one
 precision. The same global batch everywhere, in two accumulated micro-batches. The number of
 samples is not a multiple of the global batch: at the end of each epoch some ranks have empty
 micro-batches. In fp32 the engines differ by the order of their sums; in bf16 also by what they

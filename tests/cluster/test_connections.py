@@ -16,11 +16,13 @@ from mmldlm.utils import run_module
 def test_data_goes_to_and_fro_and_is_measured():
     (opened,) = connections.listen({"ports": [0]})["ports"]
     try:
-        (found,) = connections.connect({"to": [["127.0.0.1", opened["port"]]]})
+        to = {"to": [["127.0.0.1", opened["port"]]]}
+        found = [connections.connect(to)[0] for _ in range(3)]
     finally:
         connections.close({})
-    # A machine that is busy sends one again, too.
-    assert 0 < found["ms"] < 1000 and found["segments"] > 3 and found["retransmitted"] <= 1
+    assert all(0 < one["ms"] < 1000 and one["segments"] > 3 for one in found)
+    # A busy machine sends a packet again now and then, even to itself.
+    assert min(one["retransmitted"] for one in found) == 0
     assert "error" in connections.connect({"to": [["127.0.0.1", opened["port"]]]})[0]
 
 

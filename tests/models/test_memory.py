@@ -25,7 +25,7 @@ def kept_for_backward(config: PlainConfig, batch: int, length: int, dtype: torch
         if storage._cdata not in weights:
             kept[storage._cdata] = storage.nbytes()
             alive.append(storage)
-        return tensor
+        return tensor.detach()  # itself, an output would keep its graph alive
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = run_model(model, **batch_of(config, batch, length, "meta", scored, dtype))

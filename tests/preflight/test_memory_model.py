@@ -166,7 +166,7 @@ def kept_for_backward(config, length) -> int:
         if storage._cdata not in weights and not is_square:
             kept[storage._cdata] = storage.nbytes()
             alive.append(storage)
-        return tensor
+        return tensor.detach()  # itself, an output would keep its graph alive
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = run_model(model, tokens, **inputs)

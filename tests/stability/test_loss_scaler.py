@@ -14,7 +14,7 @@ from mmldlm.config.schema import StabilityConfig
 from mmldlm.errors import UserError
 from mmldlm.stability.guard import Guard, LossScaler
 from mmldlm.tasks.registry import load_config
-from tests.stability.fp16_ranks import ENGINES, OVERFLOWING
+from tests.stability.fp16_ranks import ENGINES
 from tests.support.helpers import launch, read_log, run_ranks
 
 SCRIPT = str(Path(__file__).with_name("fp16_ranks.py"))
@@ -45,7 +45,7 @@ def test_losses_and_norms_are_those_of_one_process(runs, engine):
     assert all(layer.get("nonfinite", 0) == 0 for layer in look["layers"].values())
 
 
-@pytest.mark.parametrize("engine", OVERFLOWING)
+@pytest.mark.parametrize("engine", ENGINES)
 def test_overflows_are_skipped_and_move_the_scale(runs, engine):
     records, events = (
         read_log(runs, f"{engine}_large"),
