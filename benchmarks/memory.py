@@ -87,7 +87,8 @@ def predicted(args: argparse.Namespace, plan: str, option: str) -> int:
 def measure_rank(args: argparse.Namespace) -> None:
     """Take a few steps, and print this rank's peak: a rank of `measured`."""
     from mmldlm.distributed.error_reporting import leave_process_group
-    from mmldlm.training.session import check_run, open_session
+    from mmldlm.training.run_check import check_run
+    from mmldlm.training.session import open_session
     from mmldlm.training.signals import StopSignal
     from mmldlm.training.step import train_step
 

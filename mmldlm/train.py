@@ -27,7 +27,7 @@ from mmldlm.distributed.error_reporting import (
     report_traceback,
 )
 from mmldlm.errors import EXIT_FAILED, Interrupted, MmldlmError
-from mmldlm.training.session import check_run
+from mmldlm.training.run_check import check_run
 from mmldlm.training.signals import StopSignal
 from mmldlm.utils.command_parser import CommandParser
 from mmldlm.utils.environment import int_from_env

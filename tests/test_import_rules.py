@@ -106,11 +106,12 @@ def test_relative_imports_of_a_package_are_resolved():
     assert not violations("from .watcher import Watcher", "mmldlm.launch", is_package=True)
 
 
-def test_preflight_starts_without_torch():
+def test_preflight_and_a_rank_start_without_torch():
+    """A rank sets OMP_NUM_THREADS first, which torch reads when it is imported."""
     names = [
         module
         for _, module, _ in modules()
-        if module.startswith(("mmldlm.preflight.", "mmldlm.cluster."))
+        if module.startswith(("mmldlm.preflight.", "mmldlm.cluster.")) or module == "mmldlm.train"
     ]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0

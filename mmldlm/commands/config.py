@@ -13,7 +13,7 @@ from mmldlm.engines.deepspeed_config import offloaded, resolve_stage
 from mmldlm.errors import EXIT_DONE
 from mmldlm.preflight import memory_model
 from mmldlm.tasks.registry import find_task, open_run_data
-from mmldlm.training.session import check_run
+from mmldlm.training.run_check import check_run
 from mmldlm.utils import option_types
 from mmldlm.utils.formatting import for_screen, format_bytes
 from mmldlm.utils.paths import check_writable_dir

@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     # Takes two seconds, which `mmldlm train --help` can do without.
     import torch
 
-    from mmldlm.training.session import check_run
+    from mmldlm.training.run_check import check_run
 
     config = config_options.parse_config(args)
     is_single = config.engine.kind == "single"

@@ -25,10 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.checkpoints.locate import holds_checkpoints, used_folder_error
-from mmldlm.config.load import preset_names, to_yaml, with_absolute_paths
+from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.config.schema import Config
-from mmldlm.config.yaml_reader import read_yaml
 from mmldlm.data.run_data import RunData
 from mmldlm.distributed.error_reporting import log_line
 from mmldlm.errors import UserError
@@ -64,43 +62,6 @@ _FIELDS: dict[str, tuple[type, ...]] = {
     "job": (str, type(None)),
     "born": (str, type(None)),
 }
-
-
-def check_no_checkpoints(config: Config) -> None:
-    """Refuse to start a run where another one left checkpoints; repeated under the lock, as it may
-    just have ended.
-
-    Raises:
-        UserError: the folder has checkpoints and training.resume is not set.
-    """
-    if config.training.resume is None and holds_checkpoints(config.run_dir()):
-        raise used_folder_error(config)
-
-
-def check_earlier_name(config: Config) -> None:
-    """Refuse to start anew what training.resume=auto is to continue: a preset's run without a name
-    was called `mmldlm` before it was called after its preset.
-
-    Raises:
-        UserError: the run has no checkpoints, and such a run of this model has.
-    """
-    earlier = Path(config.logging.save_dir) / "mmldlm"
-    is_named_so = config.logging.run_name in preset_names()
-    if config.training.resume != "auto" or not is_named_so or holds_checkpoints(config.run_dir()):
-        return
-    if holds_checkpoints(earlier) and _model_of(read_yaml(earlier / CONFIG)) == _model_of(
-        config.model_dump()
-    ):
-        raise UserError(
-            f"checkpoints in {config.run_dir()}, for training.resume=auto",
-            f"none there, and those of the same model in {earlier}, which was the default name",
-            "add logging.run_name=mmldlm to continue that run, or move it away to start a new one",
-        )
-
-
-def _model_of(config: dict[str, Any]) -> tuple:
-    model = config.get("model", {})
-    return config.get("task"), model.get("hidden_size"), model.get("n_blocks")
 
 
 class RunLock:

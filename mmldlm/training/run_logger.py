@@ -32,7 +32,8 @@ from mmldlm.observe.plots import LossCurve, plot_run
 from mmldlm.stability.skipped_steps import bad_micro_batches, save_skipped_step
 from mmldlm.tasks.base import ValidationRun
 from mmldlm.training.checkpoint_contents import engine_folders
-from mmldlm.training.run_folder import Run, check_no_checkpoints
+from mmldlm.training.run_check import check_no_checkpoints
+from mmldlm.training.run_folder import Run
 from mmldlm.training.start_summary import setting_warnings, summary
 from mmldlm.training.state import StepReport
 from mmldlm.utils.atomic_files import atomic_file

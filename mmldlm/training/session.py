@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import tempfile
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 
 from torch import nn
 
 from mmldlm.checkpoints.init_from import InitReport, init_weights
-from mmldlm.checkpoints.locate import is_of_run, list_checkpoints, locate_checkpoint
+from mmldlm.checkpoints.locate import list_checkpoints
 from mmldlm.config.schema import Config
 from mmldlm.config.section import Section
 from mmldlm.data.batch import Batch
@@ -29,7 +28,7 @@ from mmldlm.distributed.error_reporting import log_line
 from mmldlm.distributed.heartbeat import Heartbeat
 from mmldlm.distributed.process_group import start_process_group
 from mmldlm.engines.base import Engine
-from mmldlm.engines.build import build_engine, check_engine
+from mmldlm.engines.build import build_engine
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.engines.optimizer import parameter_groups
 from mmldlm.engines.parameter_plan import ParameterPlan
@@ -42,16 +41,15 @@ from mmldlm.preflight import receipt
 from mmldlm.stability.audit import check_precision
 from mmldlm.stability.guard import Guard
 from mmldlm.tasks.base import Task, ValidationRun
-from mmldlm.tasks.registry import find_task, open_run_data
+from mmldlm.tasks.registry import find_task
 from mmldlm.training.checkpointer import Checkpointer
-from mmldlm.training.run_folder import Run, RunFolder, check_earlier_name, check_no_checkpoints
+from mmldlm.training.run_folder import Run, RunFolder
 from mmldlm.training.run_logger import RunLogger
 from mmldlm.training.samples import SamplesAtEvaluations
 from mmldlm.training.signals import StopSignal
 from mmldlm.training.state import Requests, TrainingState
 from mmldlm.training.step import StepContext
 from mmldlm.utils.environment import int_from_env
-from mmldlm.utils.formatting import describe_os_error, join_some
 from mmldlm.utils.run_files import LOGS, PROFILE
 
 _MOST_EPOCHS_PER_BATCH = 100
@@ -322,70 +320,3 @@ def _compared_values(section: Section, prefix: str = "") -> dict[str, str]:
         else:
             values[key] = str(list(value.values())) if isinstance(value, dict) else "a path"
     return values
-
-
-def _check_profile_ranks(ranks: tuple[int, ...], world_size: int) -> None:
-    absent = [rank for rank in ranks if rank >= world_size]
-    if absent:
-        raise UserError(
-            f"training.profile_ranks below {world_size}, the number of ranks",
-            join_some(absent),
-            "set training.profile_ranks to ranks of this run",
-        )
-
-
-def check_run(config: Config, world_size: int) -> RunData:
-    """Check everything about a run that can be checked without a GPU or another rank.
-
-    Raises:
-        UserError: the first thing that is wrong.
-    """
-    check_engine(config, world_size)
-    if config.training.profile is not None:
-        _check_profile_ranks(config.training.profile_ranks, world_size)
-    _check_temporary_folder()
-    data = open_run_data(config)
-    _check_batch_size(config, len(data.train_lengths))
-    check_no_checkpoints(config)
-    check_earlier_name(config)
-    if config.training.resume not in (None, "auto"):
-        source, run_dir = locate_checkpoint(config.training.resume), config.run_dir()
-        if list_checkpoints(run_dir) and not is_of_run(source, run_dir):
-            raise UserError(
-                f"a new folder for a run that begins with {source}",
-                f"{run_dir} holds checkpoints of its own",
-                "add training.resume=auto to continue them, or choose another logging.run_name",
-            )
-        if config.training.init_from is not None:
-            raise UserError(
-                "training.resume (continue a run) or training.init_from (a new run from its"
-                " weights)",
-                f"training.resume={config.training.resume} and"
-                f" training.init_from={config.training.init_from}",
-                "drop one of them",
-            )
-    return data
-
-
-def _check_temporary_folder() -> None:
-    """Refuse a machine without a folder for temporary files, which torch needs as it starts."""
-    try:
-        tempfile.gettempdir()
-    except FileNotFoundError as error:
-        raise UserError(
-            "a folder for temporary files that this user may write to",
-            describe_os_error(error),
-            "set TMPDIR to one",
-        ) from error
-
-
-def _check_batch_size(config: Config, num_samples: int) -> None:
-    """Refuse micro-batches of which placeholders would be nearly all: they only take memory."""
-    size = config.training.train_batch_size
-    if size > _MOST_EPOCHS_PER_BATCH * num_samples:
-        raise UserError(
-            f"training.train_batch_size of at most {_MOST_EPOCHS_PER_BATCH} times the"
-            f" {num_samples:,} training samples",
-            f"{size:,}",
-            "lower training.train_batch_size",
-        )

@@ -185,7 +185,7 @@ def test_a_run_under_the_earlier_default_name_is_not_begun_anew(store, tmp_path,
     from mmldlm.cli import main
     from mmldlm.config.load import to_yaml
     from mmldlm.tasks.registry import load_config
-    from mmldlm.training.run_folder import check_earlier_name
+    from mmldlm.training.run_check import check_earlier_name
 
     words = [f"data.latent_data_root={store}", f"logging.save_dir={tmp_path}"]
     config = load_config("tiny", None, [*words, "training.resume=auto"])

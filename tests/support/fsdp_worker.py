@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from mmldlm.distributed.error_reporting import leave_process_group
 from mmldlm.tasks.registry import find_task, load_config  # noqa: E402
-from mmldlm.training.session import check_run, open_session
+from mmldlm.training.run_check import check_run
+from mmldlm.training.session import open_session
 from mmldlm.training.signals import StopSignal
 from mmldlm.training.step import train_step
 
