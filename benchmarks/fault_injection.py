@@ -93,7 +93,7 @@ QUICK = {
         ),
     ),
     "zero2": (
-        1,
+        3,
         (
             "NaN loss on one rank",
             "NaN in a weight",
@@ -101,7 +101,7 @@ QUICK = {
         ),
     ),
     "zero3": (
-        3,
+        1,
         (
             "Inf in one gradient element on one rank",
             "NaN in one latent of one sample",

@@ -48,7 +48,7 @@ VARIANTS = {
 # losses must be equal. A source that two pairs share is trained once.
 QUICK = """
 fp32 ddpx1 zero3x4
-fp32 zero1x2 fsdpx4
+fp32 zero1x2 fsdpx2
 fp32 zero3x2 zero1x1
 bf16 zero2x2 zero2x2
 bf16 zero2x2 ddpx2

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.helpers import start_rank_server
+
 # Thread pools of parallel ranks would fight for the cores; set before torch is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -37,7 +39,16 @@ for _number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             _number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL
         )
 
+RANK_SERVER = pytest.StashKey()
+
 pytest_plugins = ["tests.support.checkpoint_fixtures", "tests.support.browser"]
+
+
+def pytest_configure(config):
+    """Before pytest-xdist starts its workers: they fork their ranks from one process."""
+    has_workers = getattr(config.option, "numprocesses", None)
+    if has_workers and not (config.option.collectonly or hasattr(config, "workerinput")):
+        config.stash[RANK_SERVER] = start_rank_server()
 
 
 def pytest_addoption(parser):

@@ -9,13 +9,11 @@ import sys
 
 import pytest
 
-from tests.support.helpers import ROOT, launch, launch_benchmark, run_ranks
-
-pytestmark = pytest.mark.long
+from tests.support.helpers import LONG, ROOT, launch, launch_benchmark, run_ranks
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 SCRIPTS = ROOT / "benchmarks"
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, LONG]
 
 
 @pytest.fixture(scope="module")

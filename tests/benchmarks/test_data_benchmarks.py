@@ -36,6 +36,7 @@ def _run(name, corpus, tmp_path):
     return {claim["id"]: claim for claim in json.loads(report.read_text())["claims"]}, done.stdout
 
 
+@LONG
 def test_killed_preparations_end_in_the_same_bytes(corpus, tmp_path):
     """Two kills -9 at random moments, one to three ranks in each life."""
     claims, output = _run("prepare_kill_resume.py", corpus, tmp_path)

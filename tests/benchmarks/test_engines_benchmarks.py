@@ -56,6 +56,7 @@ def test_the_parity_of_the_quickstart_has_its_form(tmp_path, monkeypatch, capsys
     assert "ZeRO-3, 2 ranks: largest relative loss difference" in capsys.readouterr().out
 
 
+@LONG
 def test_two_kills(tmp_path):
     """One life saves in the background, one in the loop. Images that are shifted, and dropout:
     both must be drawn again by a resumed run.

@@ -24,7 +24,7 @@ from mmldlm.models import mmdit
 from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.objective import TranslationObjective
-from tests.support.helpers import launch
+from tests.support.helpers import run_ranks
 
 # ddp and ZeRO-0 keep gradients and state as one process does.
 ENGINES = {
@@ -101,7 +101,7 @@ def test_a_healthy_run_passes_with_lmols_options(minilm_store, tmp_path, capsys)
 
 def test_a_healthy_run_passes_on_every_engine(store, tmp_path):
     """With frozen groups and accumulation, in bf16, the default of each engine's own optimizer."""
-    done = launch([sys.executable, __file__, str(store), str(tmp_path)], timeout=300)
+    done = run_ranks(1, __file__, str(store), str(tmp_path))
     assert done.returncode == 0, done.stdout[-4000:]
     for name in ENGINES:
         report = json.loads((tmp_path / f"{name}.json").read_text())

@@ -13,11 +13,9 @@ import pytest
 from tests.support.helpers import (
     ROOT,
     environment,
-    launch,
     rank_server,
     read_log,
     run_ranks,
-    torchrun,
     train_words,
 )
 
@@ -39,11 +37,7 @@ def kill_when(ranks, condition, timeout=200):
 
 
 def test_killed_and_resumed_it_has_the_same_losses(store, tmp_path):
-    """One process, of texts. Undisturbed, torchrun starts it.
-
-    benchmarks/kill_resume.py kills ranks of every engine; its short form, of shifted images, is in
-    tests/benchmarks/test_engines_benchmarks.py.
-    """
+    """One process, of texts. benchmarks/kill_resume.py kills ranks of every engine."""
     words = ["model.dropout=0.1", "engine.kind=single"]
     common = [
         "training.num_train_steps=14",
@@ -51,9 +45,7 @@ def test_killed_and_resumed_it_has_the_same_losses(store, tmp_path):
         "logging.save_freq=4",
         "logging.eval_freq=7",
     ]
-    straight = launch(
-        torchrun(1, SCRIPT, *train_words(store, tmp_path, "straight", *common, *words))
-    )
+    straight = run_ranks(1, SCRIPT, *train_words(store, tmp_path, "straight", *common, *words))
     assert straight.returncode == 0, straight.stdout[-3000:]
 
     resumed = train_words(store, tmp_path, "killed", *common, *words, "training.resume=auto")

@@ -5,7 +5,6 @@ losses agree.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from mmldlm.errors import UserError
 from mmldlm.stability.guard import Guard, LossScaler
 from mmldlm.tasks.registry import load_config
 from tests.stability.fp16_ranks import ENGINES
-from tests.support.helpers import launch, read_log, run_ranks
+from tests.support.helpers import read_log, run_ranks
 
 SCRIPT = str(Path(__file__).with_name("fp16_ranks.py"))
 RANKS = [engine for engine in ENGINES if engine != "single"]
@@ -24,10 +23,9 @@ RANKS = [engine for engine in ENGINES if engine != "single"]
 @pytest.fixture(scope="module")
 def runs(store, tmp_path_factory):
     folder = tmp_path_factory.mktemp("fp16")
-    alone = launch([sys.executable, SCRIPT, str(store), str(folder), "single"])
-    assert alone.returncode == 0, alone.stdout[-3000:]
-    ranks = run_ranks(2, SCRIPT, str(store), str(folder), *RANKS)
-    assert ranks.returncode == 0, ranks.stdout[-3000:]
+    for world, engines in ((1, ["single"]), (2, RANKS)):
+        done = run_ranks(world, SCRIPT, str(store), str(folder), *engines)
+        assert done.returncode == 0, done.stdout[-3000:]
     return folder
 
 

@@ -97,10 +97,19 @@ def run_ranks(
 @functools.cache
 def rank_server() -> RankServer:
     """The process from which this session's ranks are forked, and those of its benchmarks."""
-    folder = tempfile.TemporaryDirectory(prefix="mmldlm_ranks_")
-    server = RankServer(folder.name)
+    server = start_rank_server()
     server.__enter__()
-    atexit.register(lambda: (server.__exit__(), folder.cleanup()))
+    atexit.register(server.__exit__)
+    return server
+
+
+def start_rank_server() -> RankServer:
+    """Start the server, without waiting for it, and make it that of all processes that this one
+    starts.
+    """
+    folder = tempfile.TemporaryDirectory(prefix="mmldlm_ranks_")
+    atexit.register(folder.cleanup)
+    server = RankServer(folder.name)
     os.environ[SHARED] = server.address
     return server
 

@@ -69,7 +69,7 @@ CASES = {
         ],
     },
 }
-SMALL = ["model.hidden_size=64", "model.n_blocks=2", "model.n_heads=2", "model.max_seq_len=64"]
+SMALL = ["model.hidden_size=64", "model.n_blocks=1", "model.n_heads=2", "model.max_seq_len=64"]
 
 
 def pretend(library: str) -> None:

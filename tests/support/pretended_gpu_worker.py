@@ -22,12 +22,17 @@ from pathlib import Path
 from typing import Any
 
 IMAGES = "images"
-SMALL = ["model.hidden_size=32", "model.n_blocks=2", "model.n_heads=2"]
+SMALL = ["model.hidden_size=32", "model.n_blocks=1", "model.n_heads=2"]
 # Runs: preset, words.
 RUNS: dict[str, tuple[str, list[str]]] = {
     "MMDiT": (
         "tiny",
-        ["model.gradient_checkpointing=2", "model.dropout=0.1", "logging.eval_samples=4"],
+        [
+            "model.n_blocks=2",
+            "model.gradient_checkpointing=2",
+            "model.dropout=0.1",
+            "logging.eval_samples=4",
+        ],
     ),
     "bf16": ("tiny", ["training.dtype=bf16"]),
     IMAGES: ("image_text_quick", ["logging.eval_samples=4"]),

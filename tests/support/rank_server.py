@@ -3,8 +3,8 @@
 A rank is a process of its own that runs `mmldlm/train.py` (or a script around it) as a launcher
 would start it, with RANK, WORLD_SIZE and MASTER_* in its environment. Ranks are forked from one
 process that has already imported torch and deepspeed: a start then takes a tenth of a second
-instead of ten, and a benchmark may start hundreds. The benchmarks that a test starts share its
-server (MMLDLM_RANK_SERVER).
+instead of ten, and a benchmark may start hundreds. The workers of a test session and the
+benchmarks that they start share one server (MMLDLM_RANK_SERVER).
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class Ranks:
 
 
 class RankServer:
-    """Starts ranks. Use as a context manager: leaving it ends all of them.
+    """Starts ranks. Use as a context manager: entering it waits for the server, leaving it ends
+    all of them.
 
     Args:
         logs: folder for what the ranks print.
@@ -104,12 +105,27 @@ class RankServer:
             self._folder = tempfile.TemporaryDirectory(prefix="mmldlm_ranks_")
             self.address = f"{self._folder.name}/socket"
             self._process = _start_server(self.address, count_visible_gpus() >= ranks)
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(self.address)
-        self._answers = self._socket.makefile(encoding="utf-8")
 
     def __enter__(self) -> RankServer:
+        self._socket = self._connect()
+        self._answers = self._socket.makefile(encoding="utf-8")
         return self
+
+    def _connect(self, timeout: float = 300.0) -> socket.socket:
+        deadline = time.monotonic() + timeout
+        while True:
+            connection = socket.socket(socket.AF_UNIX)
+            try:
+                connection.connect(self.address)
+                return connection
+            except (FileNotFoundError, ConnectionRefusedError):  # it still imports torch
+                connection.close()
+            has_exited = self._process is not None and self._process.poll() is not None
+            if has_exited or time.monotonic() > deadline:
+                raise RuntimeError(
+                    "the process that forks ranks did not start; its message is above"
+                )
+            time.sleep(0.05)
 
     def __exit__(self, *_: object) -> None:
         self._answers.close()
@@ -224,7 +240,7 @@ def _rendezvous_port() -> int:
 
 
 def _start_server(address: str, on_gpus: bool) -> subprocess.Popen:
-    """Start a server that ends with this process, and wait until it listens."""
+    """Start a server that ends with this process; it listens once it has imported torch."""
     inherited = os.environ.get("PYTHONPATH")
     environment = {
         **os.environ,
@@ -234,16 +250,12 @@ def _start_server(address: str, on_gpus: bool) -> subprocess.Popen:
     }
     if not on_gpus:
         environment |= {VISIBLE: "", "DS_ACCELERATOR": "cpu"}
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, __file__, address],
         env=environment,
         stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
     )
-    if not process.stdout.read(1):
-        raise RuntimeError("the process that forks ranks did not start; its message is above")
-    process.stdout.close()
-    return process
 
 
 def _serve(address: str) -> dict | None:
@@ -256,7 +268,6 @@ def _serve(address: str) -> dict | None:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)
     listener.listen()
-    os.write(1, b"\n")  # ends the wait of _start_server
     selector, children = selectors.DefaultSelector(), dict[socket.socket, set[int]]()
     selector.register(listener, selectors.EVENT_READ)
     selector.register(sys.stdin, selectors.EVENT_READ)
@@ -317,7 +328,8 @@ def _end(pids: set[int]) -> None:
 # Slow modules that a rank imports (torch's compiler too: torch's optimizers import it).
 _SLOW_IMPORTS = """
 matplotlib.backends.backend_agg matplotlib.pyplot fsspec networkx torch._dynamo torch.onnx
-torch.distributed.checkpoint torch.distributed.fsdp
+torch.distributed.checkpoint torch.distributed.fsdp torch.utils.serialization.config
+deepspeed.module_inject.auto_ep_layer deepspeed.runtime.superoffload.superoffload_stage3
 transformers.models.auto.modeling_auto transformers.models.auto.tokenization_auto
 transformers.models.bert.modeling_bert transformers.models.t5.modeling_t5
 """.split()  # noqa: E501
@@ -328,13 +340,12 @@ def _import_what_ranks_need() -> None:
     if count_visible_gpus() > 0:
         return
     import mmldlm
-
-    own = [module.name for module in pkgutil.walk_packages(mmldlm.__path__, "mmldlm.")]
-    for name in _SLOW_IMPORTS + [name for name in own if not name.endswith(".__main__")]:
-        importlib.import_module(name)
     from mmldlm.engines.deepspeed import import_deepspeed
 
     import_deepspeed()
+    own = [module.name for module in pkgutil.walk_packages(mmldlm.__path__, "mmldlm.")]
+    for name in _SLOW_IMPORTS + [name for name in own if not name.endswith(".__main__")]:
+        importlib.import_module(name)
     # A collection in a forked rank would touch, and so copy, every page of these modules: 1.5 s of
     # CPU per command.
     gc.freeze()

@@ -30,7 +30,7 @@ from mmldlm.train import check_run, train  # noqa: E402
 from mmldlm.training import checkpointer, loop  # noqa: E402
 
 RANK = int(os.environ["RANK"])
-BATCHES = 4 * 24 // 2  # of an evaluation, on one rank: four passes over 24 samples, one in a batch
+BATCHES = 4 * 8 // 2  # of an evaluation, on one rank: four passes over 8 samples, one in a batch
 codes: dict[str, int] = {}
 
 
@@ -45,7 +45,7 @@ def run(name: str, *words: str) -> None:
         "training.num_train_steps=6",
         "logging.eval_freq=2",
         "logging.save_freq=3",
-        "data.max_validation_samples=24",
+        "data.max_validation_samples=8",
         "training.eval_batch_size=1",
         "checkpoints.async_save=false",
         "logging.plot=false",
