@@ -32,9 +32,10 @@ def run_script(name: str, store, tmp_path, *words: str) -> tuple[dict[str, dict]
     return {claim["id"]: claim for claim in answer["claims"]}, done.stdout
 
 
+@LONG
 def test_more_ranks_and_offload_give_the_losses_of_one_process(store, tmp_path):
     """Uneven too: 37 samples in global batches of 8 leave ranks with empty micro-batches. The
-    other engines: tests/integration/test_engines.py.
+    engines on two ranks: tests/integration/test_engines.py.
     """
     claims, output = run_script("parity.py", store, tmp_path, "--quick")
     assert set(claims) == {"loss_rel_diff_fp32", "loss_rel_diff_bf16"}

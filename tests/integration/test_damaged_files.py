@@ -26,7 +26,7 @@ from tests.support.readers import BASES, HAS_PARQUET, READERS, Reader
 
 pytestmark = pytest.mark.long
 
-ROUNDS = 28 * int(os.environ.get("MMLDLM_FUZZ", "1"))
+ROUNDS = 16 * int(os.environ.get("MMLDLM_FUZZ", "1"))
 SECONDS = 60
 """A reader that takes longer waits for ever: the good files take less than one."""
 MAX_MIB = 200

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.engine_worker import BAD_STEP, ENGINES, LEFT_OUT, RESUMED_BY, UNEVEN
+from tests.support.engine_worker import BAD_STEP, ENGINES, RESUMED_BY, UNEVEN, engines_of
 from tests.support.helpers import ROOT, read_log, run_ranks, train_words
 from tests.support.hypotheses import make_hypotheses
 from tests.support.image_store import make_image_store
@@ -90,10 +90,10 @@ def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
     for case in UNEVEN:
         expected = [record["loss"] for record in read_log(tmp_path, f"{case}_single")]
         assert len(expected) == 5
-        for engine in (engine for engine in ENGINES if (case, engine) not in LEFT_OUT):
+        for engine in engines_of(case):
             found = [record["loss"] for record in read_log(tmp_path, f"{case}_{engine}")]
             assert found == pytest.approx(expected, rel=2e-5), (case, engine)
-    for engine in ("single", *(e for e in ENGINES if ("sparse_modes", e) not in LEFT_OUT)):
+    for engine in ("single", *engines_of("sparse_modes")):
         (profile,) = [
             e
             for e in read_log(tmp_path, f"sparse_modes_{engine}", "events.jsonl")
@@ -111,7 +111,7 @@ def test_uneven_batches_and_frozen_groups_on_every_engine(store, tmp_path):
         )
     for mode in ("l2t", "t2l"):
         results = []
-        for engine in (e for e in ENGINES if (f"frozen_{mode}", e) not in LEFT_OUT):
+        for engine in engines_of(f"frozen_{mode}"):
             out = tmp_path / f"{mode}_{engine}_out"
             convert(tmp_path / f"frozen_{mode}_{engine}" / "latest", out)
             results.append(load_file(out / "model.safetensors"))

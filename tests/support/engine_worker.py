@@ -20,6 +20,7 @@ from mmldlm.tasks.registry import load_config  # noqa: E402
 from mmldlm.train import check_run, train
 from tests.support.run_files import drop_checkpoints
 
+OFFLOAD = Path(__file__).resolve().parents[2] / "ds_configs" / "zero3_offload.json"
 ENGINES = {
     "ddp": ["engine.kind=ddp"],
     "fsdp": ["engine.kind=fsdp"],
@@ -78,6 +79,16 @@ LEFT_OUT = {
     *(("frozen_t2l", engine) for engine in ("ddp", "zero0", "zero2", "zero3")),
 }
 """(case, engine) that is not run."""
+
+
+def engines_of(case: str) -> dict[str, list[str]]:
+    """Engines on which an uneven case runs on two ranks -> their settings."""
+    found = {name: words for name, words in ENGINES.items() if (case, name) not in LEFT_OUT}
+    if case == "short_epoch":
+        found["zero3_offload"] = [f"engine.deepspeed_config={OFFLOAD}"]
+    return found
+
+
 CONVERTED_AFTER_UNEVEN = {
     *(f"frozen_{mode}_{name}" for mode in ("l2t", "t2l") for name in ENGINES),
     *(f"codes_{name}" for name in ("single", "fsdp", "zero3")),
@@ -175,11 +186,11 @@ def uneven(store: str, folder: str) -> None:
             "training.num_train_steps=5",
             "logging.save_freq=5",
         ]
-        for name, engine in ENGINES.items() if world > 1 else [("single", ["engine.kind=single"])]:
-            if (case, name) not in LEFT_OUT:
-                run(store, folder, f"{case}_{name}", *engine, *words, *sizes)
-                if f"{case}_{name}" not in CONVERTED_AFTER_UNEVEN:
-                    drop_checkpoints(folder, f"{case}_{name}")
+        engines = engines_of(case) if world > 1 else {"single": ["engine.kind=single"]}
+        for name, engine in engines.items():
+            run(store, folder, f"{case}_{name}", *engine, *words, *sizes)
+            if f"{case}_{name}" not in CONVERTED_AFTER_UNEVEN:
+                drop_checkpoints(folder, f"{case}_{name}")
 
 
 RESUMED_BY = {
@@ -271,10 +282,7 @@ CONVERTED = {
     1: {"muon_single": ["engine.kind=single", "optimizer.kind=muon"]},
     2: {
         "adamw_zero2": ENGINES["zero2"],
-        **{
-            f"muon_{name}": [*ENGINES[name], "optimizer.kind=muon"]
-            for name in ("fsdp", "zero2", "zero3")
-        },
+        **{f"muon_{name}": [*ENGINES[name], "optimizer.kind=muon"] for name in ("fsdp", "zero3")},
     },
 }
 """Number of ranks -> name -> settings of the trainings whose checkpoints tests/checkpoints takes
