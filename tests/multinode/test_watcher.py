@@ -51,7 +51,9 @@ def test_a_fault_ends_the_complete_run_and_nothing_else(cluster, store, tmp_path
 @LONG
 def test_a_launcher_killed_before_it_has_a_rank_is_named(cluster, store, tmp_path):
     """Sooner than an agent sees it; the other node's rank, which waits in vain, is not blamed."""
-    at_once = "until pkill -KILL -f '[d]eepspeed.launcher.launch'; do sleep 0.02; done"
+    # Not the shell that starts it, whose command names it too.
+    launcher = "^[^ ]*python[^ ]* .*[d]eepspeed.launcher.launch"
+    at_once = f"until pkill -KILL -f '{launcher}'; do sleep 0.02; done"
     with cluster["n2"].process("sh", "-c", at_once):
         process = start(cluster, store, tmp_path, "engine.collective_timeout=15")
         output, _ = process.communicate(timeout=120)
@@ -92,7 +94,7 @@ def test_odd_names_another_tmpdir_and_a_full_tmp(cluster, store, tmp_path, launc
     process = start(cluster, store, tmp_path, *words, launcher=launcher, name=name, env=env)
     wait_for(lambda: steps_of(tmp_path, name) >= 2, process)
     (rank,) = pids(cluster["n2"], "rank_wrapper.py [0-9a-f]{32}$")[-1:]
-    folder = f"/tmp/mmldlm_{cluster['n2'].sh('ps', '-o', 'args=', rank).split()[-1]}"
+    folder = f"/tmp/mmldlm_{cluster['n2'].sh('ps', '-ww', '-o', 'args=', rank).split()[-1]}"
     cluster["n2"].sh("mount", "--bind", folder, folder)
     try:
         cluster["n2"].sh("mount", "-o", "remount,bind,ro", folder)

@@ -26,6 +26,7 @@ WORSE = Result(
     optimizer_flops=0.5,
     cpu_seconds=1.0,
 )
+TARGET = (4.18, 1.15, 0.746)  # nats at most, nats and cosine at least
 
 
 @pytest.mark.parametrize("first", [30, 260, 333, 520, 521, 1200, 1300])
@@ -38,7 +39,7 @@ def test_the_search_finds_the_first_length_that_holds_the_target(monkeypatch, fi
         return replace(WORSE, steps=steps, **good)
 
     monkeypatch.setattr(speedrun, "run", fake_run)
-    _, found = speedrun.shortest(None, "", Path(), (4.18, 1.15, 0.746), 364, 1300)
+    _, found = speedrun.shortest(None, "", Path(), TARGET, 364, 1300)
     assert first <= found.steps <= 1.04 * first + 1
     assert len(lengths) == len(set(lengths)) <= 16
 
@@ -47,16 +48,14 @@ def test_a_recipe_that_never_holds_the_target(monkeypatch):
     monkeypatch.setattr(
         speedrun, "run", lambda recipe, store, folder, steps: replace(WORSE, steps=steps)
     )
-    last, found = speedrun.shortest(None, "", Path(), (4.18, 1.15, 0.746), 364, 1300)
+    last, found = speedrun.shortest(None, "", Path(), TARGET, 364, 1300)
     assert found is None and last.steps == 1300
 
 
 @pytest.mark.parametrize("change", [{"nelbo": 4.19}, {"gain": 1.14}, {"cosine": 0.7454}])
 def test_every_figure_of_the_target_counts(change):
     good = replace(WORSE, nelbo=4.18, gain=1.15, cosine=0.7455)
-    assert speedrun.holds(good, speedrun.TARGET) and not speedrun.holds(
-        replace(good, **change), speedrun.TARGET
-    )
+    assert speedrun.holds(good, TARGET) and not speedrun.holds(replace(good, **change), TARGET)
 
 
 @LONG
