@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import start_rank_server
+from tests.support.helpers import made_once, start_rank_server
 
 # Thread pools of parallel ranks would fight for the cores; set before torch is imported anywhere.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -107,23 +107,23 @@ def sentences() -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory, sentences):
+def store(tmp_path_factory, request):
     """Folder of a store of 360 training and 40 validation sentences, encoded by MiniLM.
 
     Its tokenizer is trained on them: with MiniLM's own, nine tenths of a tiny model are 30,522
     rows of the embedding, and a run of six steps takes three times the CPU time.
     """
     words = ("--tokenizer", "train", "--vocab-size", "600")
-    return _prepare(tmp_path_factory.mktemp("store"), sentences, *words)
+    return _prepared(tmp_path_factory, request, "store", *words)
 
 
 @pytest.fixture(scope="session")
-def minilm_store(tmp_path_factory, sentences):
+def minilm_store(tmp_path_factory, request):
     """Folder of the same sentences in the tokens of their encoder."""
-    return _prepare(tmp_path_factory.mktemp("minilm_store"), sentences)
+    return _prepared(tmp_path_factory, request, "minilm_store")
 
 
-def _prepare(folder: Path, sentences: list[str], *words: str) -> Path:
+def _prepared(tmp_path_factory, request, name: str, *words: str) -> Path:
     from mmldlm.cli import main
     from mmldlm.data.encoders.model_files import find_model_folder
 
@@ -131,8 +131,11 @@ def _prepare(folder: Path, sentences: list[str], *words: str) -> Path:
         find_model_folder("minilm")
     except Exception as error:
         pytest.skip(f"no MiniLM weights here: {error}")
-    corpus, store = folder / "corpus.txt", folder / "store"
-    corpus.write_text("\n".join(sentences[:400]) + "\n")
-    options = ["--output-dir", str(store), "--validation-samples", "40"]
-    assert main(["prepare", str(corpus), *options, *words]) == 0
-    return store
+
+    def make(folder: Path) -> None:
+        corpus = folder / "corpus.txt"
+        corpus.write_text("\n".join(request.getfixturevalue("sentences")[:400]) + "\n")
+        options = ["--output-dir", str(folder / "store"), "--validation-samples", "40"]
+        assert main(["prepare", str(corpus), *options, *words]) == 0
+
+    return made_once(tmp_path_factory, name, make) / "store"

@@ -4,15 +4,13 @@ make_fsdp.py, whichever worker of pytest-xdist needs them first.
 
 from __future__ import annotations
 
-import fcntl
 import importlib.util
-import os
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.support.helpers import run_ranks
+from tests.support.helpers import made_once, run_ranks
 
 # Layouts that depend on the number of ranks: one element may straddle two slices, or a rank hold
 # padding alone.
@@ -28,26 +26,18 @@ OTHER_WORLDS = (
 )
 
 
-def made_once(tmp_path_factory, name: str, script: str, world_size: int, *words: str) -> Path:
-    """Return the folder that a make_*.py script of this folder fills on CPU ranks.
-
-    The first worker that asks makes it, the others wait and only read it.
-    """
+def saved_by(tmp_path_factory, name: str, script: str, world_size: int, *words: str) -> Path:
+    """Return the folder that a make_*.py script of this folder fills on CPU ranks."""
     for module in ("torch", "deepspeed"):
         if importlib.util.find_spec(module) is None:
             pytest.skip(f"{module} is not installed: no real checkpoints to read")
-    shared = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        shared = shared.parent
-    out, complete = shared / name, shared / f"{name}.complete"
-    with open(shared / f"{name}.lock", "w", encoding="utf-8") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not complete.exists():
-            maker = Path(__file__).with_name(script)
-            done = run_ranks(world_size, maker, "--out", str(out), *words)
-            assert done.returncode == 0, done.stdout[:4000] + done.stdout[-2000:]
-            complete.touch()
-    return out
+
+    def make(folder: Path) -> None:
+        maker = Path(__file__).with_name(script)
+        done = run_ranks(world_size, maker, "--out", str(folder), *words)
+        assert done.returncode == 0, done.stdout[:4000] + done.stdout[-2000:]
+
+    return made_once(tmp_path_factory, name, make)
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +45,7 @@ def zero_dir(tmp_path_factory) -> Path:
     """A folder with one sub-folder for each case of make_zero.CASES, saved by DeepSpeed on two CPU
     ranks.
     """
-    return made_once(tmp_path_factory, "zero", "make_zero.py", 2)
+    return saved_by(tmp_path_factory, "zero", "make_zero.py", 2)
 
 
 @pytest.fixture(scope="session")
@@ -67,7 +57,7 @@ def zero_world_dir(tmp_path_factory):
     def folder(world_size: int) -> Path:
         words = ("--cases", ",".join(OTHER_WORLDS))
         name = f"zero_world{world_size}"
-        return made_once(tmp_path_factory, name, "make_zero.py", world_size, *words)
+        return saved_by(tmp_path_factory, name, "make_zero.py", world_size, *words)
 
     return folder
 
@@ -75,7 +65,7 @@ def zero_world_dir(tmp_path_factory):
 @pytest.fixture(scope="session")
 def fsdp_dir(tmp_path_factory) -> Path:
     """Folders saved by make_fsdp.py on two CPU ranks: see there."""
-    return made_once(tmp_path_factory, "fsdp", "make_fsdp.py", 2)
+    return saved_by(tmp_path_factory, "fsdp", "make_fsdp.py", 2)
 
 
 @pytest.fixture

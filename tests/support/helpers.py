@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import json
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -112,6 +114,25 @@ def start_rank_server() -> RankServer:
     server = RankServer(folder.name)
     os.environ[SHARED] = server.address
     return server
+
+
+def made_once(
+    tmp_path_factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]
+) -> Path:
+    """Return a folder of the session that make(folder) fills: the first worker of pytest-xdist
+    that asks makes it, the others wait, and all only read it.
+    """
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder, complete = shared / name, shared / f"{name}.complete"
+    with open(shared / f"{name}.lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not complete.exists():
+            folder.mkdir(exist_ok=True)
+            make(folder)
+            complete.touch()
+    return folder
 
 
 def train_words(store, folder, name: str, *more: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.helpers import made_once
 from tests.trials.harness import mmldlm, succeeds, tiny_run, train_rank
 
 SUBJECTS, VERBS = ("cat", "dog", "bird", "ship"), ("sees", "paints", "repairs")
@@ -24,12 +25,14 @@ def corpus(tmp_path_factory):
 @pytest.fixture(scope="session")
 def trial_store(corpus, tmp_path_factory):
     """Folder of the store that `prepare` makes of the corpus. Copy it before changing anything."""
-    folder = tmp_path_factory.mktemp("trial_store") / "S"
-    result = mmldlm("prepare", corpus, "--output-dir", folder, timeout=120)
-    if "weights of encoder" in result.output and result.code == 2:
-        pytest.skip("no MiniLM weights here")
-    succeeds(result)
-    return folder
+
+    def make(folder):
+        result = mmldlm("prepare", corpus, "--output-dir", folder / "S", timeout=120)
+        if "weights of encoder" in result.output and result.code == 2:
+            pytest.skip("no MiniLM weights here")
+        succeeds(result)
+
+    return made_once(tmp_path_factory, "trial_store", make) / "S"
 
 
 @pytest.fixture(scope="session")
@@ -38,14 +41,18 @@ def trial_run(trial_store, tmp_path_factory):
 
     Copy it before changing anything.
     """
-    folder = tmp_path_factory.mktemp("trial_runs")
-    succeeds(train_rank(*tiny_run(trial_store, folder, "r0")))
-    return folder / "r0"
+
+    def make(folder):
+        succeeds(train_rank(*tiny_run(trial_store, folder, "r0")))
+
+    return made_once(tmp_path_factory, "trial_runs", make) / "r0"
 
 
 @pytest.fixture(scope="session")
 def trial_model(trial_run, tmp_path_factory):
     """Folder of that run's converted model."""
-    out = tmp_path_factory.mktemp("trial_model") / "model"
-    succeeds(mmldlm("convert", trial_run / "latest", out))
-    return out
+
+    def make(folder):
+        succeeds(mmldlm("convert", trial_run / "latest", folder / "model"))
+
+    return made_once(tmp_path_factory, "trial_model", make) / "model"
