@@ -183,8 +183,8 @@ def uneven(store: str, folder: str) -> None:
         micro = 8 // world // (2 if "training.grad_accum_steps=2" in words else 1)
         sizes = [
             f"training.train_batch_size={micro}",
-            "training.num_train_steps=5",
-            "logging.save_freq=5",
+            "training.num_train_steps=4",
+            "logging.save_freq=4",
         ]
         engines = engines_of(case) if world > 1 else {"single": ["engine.kind=single"]}
         for name, engine in engines.items():

@@ -20,6 +20,7 @@ from tests.support.import_rules import (  # noqa: E402
     all_violations,
     find_circle,
     import_graph,
+    parse,
 )
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -74,7 +75,7 @@ def names_defined_twice(source: str) -> list[str]:
     Overloads, `_`, and imports of two modules of one package do not count.
     """
     names: Counter[str] = Counter()
-    for node in ast.parse(source).body:
+    for node in parse(source).body:
         if isinstance(node, ast.Assign):
             stored = [name for target in node.targets for name in ast.walk(target)]
             names.update(

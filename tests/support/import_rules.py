@@ -3,8 +3,11 @@ hides nothing. Imports inside functions and for types alone count like all other
 """
 
 import ast
+import functools
 from pathlib import Path
 
+parse = functools.cache(ast.parse)
+"""Several rules read the same files."""
 PACKAGE = Path(__file__).resolve().parents[2] / "mmldlm"
 # A room imports only from rooms before it.
 ORDER = (
@@ -103,7 +106,7 @@ def violations(source, module, is_package=False):
     room = _room(parts)
     if room is not None and room not in ORDER:
         return [f"{module}: docs/architecture.md knows no room {room}"]
-    tree, found = ast.parse(source), []
+    tree, found = parse(source), []
     for raw, line, now in imports(tree):
         name = absolute(raw, module, is_package)
         where = f"{module}:{line} imports {name}"
@@ -159,7 +162,7 @@ def import_graph():
     known = {module for _, module, _ in modules()}
     graph = {}
     for path, module, is_package in modules():
-        tree = ast.parse(path.read_text())
+        tree = parse(path.read_text())
         names = [absolute(raw, module, is_package) for raw, _, _ in imports(tree)]
         graph[module] = {_file_of(name, known) for name in names} - {"", module, "mmldlm"}
     return graph
