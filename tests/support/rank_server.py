@@ -9,6 +9,7 @@ benchmarks that they start share one server (MMLDLM_RANK_SERVER).
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import importlib
@@ -26,6 +27,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import NoReturn
 
 from mmldlm.utils.gpus import VISIBLE, count_visible_gpus
 
@@ -379,8 +381,37 @@ def _become(request: dict) -> None:
         sys.path[1:1] = added.split(os.pathsep)
 
 
+def _run(script: str) -> int:
+    """Run a script as python would; return its exit code."""
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        return 1
+    return 0
+
+
+def _exit(code: int) -> NoReturn:
+    """End a fork as python ends, threads and exit handlers included, but do not take its modules
+    apart: that touches, and so copies, every page of them, half a second of CPU.
+    """
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a full disk, or closed by the script
+            code = code or 120
+    os._exit(code & 0xFF)
+
+
 if __name__ == "__main__":
     request = _serve(sys.argv[1])
     if request is not None:
         _become(request)
-        runpy.run_path(request["script"], run_name="__main__")
+        _exit(_run(request["script"]))
