@@ -9,7 +9,6 @@ benchmarks that they start share one server (MMLDLM_RANK_SERVER).
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -27,7 +26,6 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import NoReturn
 
 from mmldlm.utils.gpus import VISIBLE, count_visible_gpus
 
@@ -396,22 +394,12 @@ def _run(script: str) -> int:
     return 0
 
 
-def _exit(code: int) -> NoReturn:
-    """End a fork as python ends, threads and exit handlers included, but do not take its modules
-    apart: that touches, and so copies, every page of them, half a second of CPU.
-    """
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except (OSError, ValueError):  # a full disk, or closed by the script
-            code = code or 120
-    os._exit(code & 0xFF)
-
-
 if __name__ == "__main__":
     request = _serve(sys.argv[1])
     if request is not None:
         _become(request)
-        _exit(_run(request["script"]))
+        code = _run(request["script"])
+        from mmldlm.distributed.error_reporting import exit_without_teardown
+
+        # The teardown would touch, and so copy, every page of the modules: half a second of CPU.
+        exit_without_teardown(code & 0xFF)
