@@ -52,8 +52,6 @@ from mmldlm.training.step import StepContext
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.run_files import LOGS, PROFILE
 
-_MOST_EPOCHS_PER_BATCH = 100
-
 
 @dataclass
 class Session(StepContext):
