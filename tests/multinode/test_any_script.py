@@ -23,7 +23,7 @@ def test_a_deepspeed_loop_trains_on_two_hosts_and_its_fault_is_named(cluster, tm
     def run(verb, *words):
         line = [*command, verb, *options, *map(str, words)]
         env = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        return cluster["n1"].run(*line, env=env, timeout=280, cwd=tmp_path)
+        return cluster["n1"].run(*line, env=env, timeout=600, cwd=tmp_path)
 
     checked = run("preflight", "--", SCRIPT)
     assert checked.returncode == 0, checked.stdout[-3000:]
