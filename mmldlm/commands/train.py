@@ -13,6 +13,7 @@ from mmldlm.commands import config_options
 from mmldlm.distributed.environment import check_single_process, hidden_gpu_note
 from mmldlm.engines.deepspeed_config import check_fp16
 from mmldlm.errors import UserError
+from mmldlm.training.run_check import check_run
 from mmldlm.utils import option_types
 from mmldlm.utils.entry_point import module_command
 
@@ -35,8 +36,6 @@ def main(args: argparse.Namespace) -> int:
     check_single_process("mmldlm train")
     # Takes two seconds, which `mmldlm train --help` can do without.
     import torch
-
-    from mmldlm.training.run_check import check_run
 
     config = config_options.parse_config(args)
     is_single = config.engine.kind == "single"

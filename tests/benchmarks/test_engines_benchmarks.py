@@ -32,10 +32,9 @@ def run_script(name: str, store, tmp_path, *words: str) -> tuple[dict[str, dict]
     return {claim["id"]: claim for claim in answer["claims"]}, done.stdout
 
 
-@LONG
 def test_more_ranks_and_offload_give_the_losses_of_one_process(store, tmp_path):
     """Uneven too: 37 samples in global batches of 8 leave ranks with empty micro-batches. The
-    engines on two ranks: tests/integration/test_engines.py.
+    other engines: tests/integration/test_engines.py.
     """
     claims, output = run_script("parity.py", store, tmp_path, "--quick")
     assert set(claims) == {"loss_rel_diff_fp32", "loss_rel_diff_bf16"}
@@ -57,7 +56,6 @@ def test_the_parity_of_the_quickstart_has_its_form(tmp_path, monkeypatch, capsys
     assert "ZeRO-3, 2 ranks: largest relative loss difference" in capsys.readouterr().out
 
 
-@LONG
 def test_two_kills(tmp_path):
     """One life saves in the background, one in the loop. Images that are shifted, and dropout:
     both must be drawn again by a resumed run.

@@ -12,7 +12,6 @@ import torch
 from mmldlm import cli
 from mmldlm.commands import preflight, train
 from mmldlm.preflight import runner
-from mmldlm.training import run_check
 
 
 @pytest.mark.parametrize(
@@ -28,7 +27,7 @@ def test_the_default_is_a_rank_for_every_gpu_that_the_engine_can_use(monkeypatch
     started: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.setattr(train, "hidden_gpu_note", lambda: None)
-    monkeypatch.setattr(run_check, "check_run", lambda config, nproc: started.append(nproc))
+    monkeypatch.setattr(train, "check_run", lambda config, nproc: started.append(nproc))
     monkeypatch.setattr(os, "execv", lambda program, command: None)
     cli.main(["train", "--config-name", "tiny", *words])
     assert started == [expected]

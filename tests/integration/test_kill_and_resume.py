@@ -37,7 +37,11 @@ def kill_when(ranks, condition, timeout=200):
 
 
 def test_killed_and_resumed_it_has_the_same_losses(store, tmp_path):
-    """One process, of texts. benchmarks/kill_resume.py kills ranks of every engine."""
+    """One process, of texts.
+
+    benchmarks/kill_resume.py kills ranks of every engine; its short form, of shifted images, is in
+    tests/benchmarks/test_engines_benchmarks.py.
+    """
     words = ["model.dropout=0.1", "engine.kind=single"]
     common = [
         "training.num_train_steps=14",

@@ -20,7 +20,6 @@ from mmldlm.tasks.registry import load_config  # noqa: E402
 from mmldlm.train import check_run, train
 from tests.support.run_files import drop_checkpoints
 
-OFFLOAD = Path(__file__).resolve().parents[2] / "ds_configs" / "zero3_offload.json"
 ENGINES = {
     "ddp": ["engine.kind=ddp"],
     "fsdp": ["engine.kind=fsdp"],
@@ -83,10 +82,7 @@ LEFT_OUT = {
 
 def engines_of(case: str) -> dict[str, list[str]]:
     """Engines on which an uneven case runs on two ranks -> their settings."""
-    found = {name: words for name, words in ENGINES.items() if (case, name) not in LEFT_OUT}
-    if case == "short_epoch":
-        found["zero3_offload"] = [f"engine.deepspeed_config={OFFLOAD}"]
-    return found
+    return {name: words for name, words in ENGINES.items() if (case, name) not in LEFT_OUT}
 
 
 CONVERTED_AFTER_UNEVEN = {

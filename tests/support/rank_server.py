@@ -401,5 +401,6 @@ if __name__ == "__main__":
         code = _run(request["script"])
         from mmldlm.distributed.error_reporting import exit_without_teardown
 
+        threading._shutdown()  # a command that hangs at its end hangs here too
         # The teardown would touch, and so copy, every page of the modules: half a second of CPU.
         exit_without_teardown(code & 0xFF)
