@@ -16,7 +16,7 @@ from mmldlm.data.batch import Batch, Collator
 from mmldlm.data.run_data import RunData
 from mmldlm.errors import UserError
 
-# Preflight asks a task before torch is imported.
+# The registry, which preflight imports, works without torch.
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -134,7 +134,7 @@ class Task(ABC):
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     sample_rate: ClassVar[str | None] = None
 
-    # -- without torch: config, preflight, convert ------------------------------------------------
+    # -- before a model is built: config, preflight, convert --------------------------------------
 
     @abstractmethod
     def open_data(self, config: Config) -> RunData:
@@ -178,7 +178,7 @@ class Task(ABC):
         """Return warnings to print when a run starts afresh."""
         return []
 
-    # -- with torch -------------------------------------------------------------------------------
+    # -- the model and its training ---------------------------------------------------------------
 
     @abstractmethod
     def build_model(self, data: RunData) -> nn.Module:

@@ -1,4 +1,5 @@
-"""What can be wrong with a run, found before a rank or a GPU is there; needs no torch.
+"""What can be wrong with a run, found before a rank or a GPU is there; starts without torch, which
+the run's task imports.
 
 The command line calls it before it starts the ranks, and every rank before it imports torch, which
 reads OMP_NUM_THREADS then.

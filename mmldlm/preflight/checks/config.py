@@ -1,7 +1,8 @@
 """Config against the DeepSpeed JSON, the world size and the data.
 
-The data are opened in a child process, because their file system may hang. Run as a module, this
-child: CONFIG.yaml WORLD_SIZE. It prints a JSON object, and needs no torch.
+The data are opened in a child process, because their file system may hang, and torch, which
+preflight itself works without, is imported there with the task. Run as a module, this child:
+CONFIG.yaml WORLD_SIZE. It prints a JSON object.
 """
 
 from __future__ import annotations
