@@ -15,7 +15,9 @@ it, open files, threads and CPU time.
   by a few MiB with the pages that malloc has touched and not given back.
 - `heap_growth_mib_per_10k_steps`: the same of what malloc has given out, which a leak raises.
 - `open_files_growth`, `threads_growth`: last quarter of the life against its first, medians.
-- `step_time_drift`: CPU time of a step, last quarter against first, medians, of both ranks.
+- `step_time_drift`: CPU time of a step, last quarter against first, medians, of both ranks, over
+  the same of a fixed piece of work that each rank does at every note (`machine_drift`, without a
+  claim): the speed of a shared machine changes by a fifth within such a run.
 - `monitor_growth_mib`: peak memory of `mmldlm monitor RUN --once` at the end, less that at a tenth
   of the log.
 - `steps_not_logged_once`: steps that the log lacks or holds twice.
@@ -99,7 +101,18 @@ def process_figures() -> dict[str, float]:
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
         "cpu": time.process_time(),
+        "fixed_work": seconds_of_fixed_work(),
     }
+
+
+def seconds_of_fixed_work() -> float:
+    """CPU seconds of a thousand small operations of torch: how fast the machine is now."""
+    import torch
+
+    begin, x = time.thread_time(), torch.ones(64, 64)
+    for _ in range(500):
+        x = (x @ x).tanh()
+    return time.thread_time() - begin
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -166,6 +179,7 @@ class Soak:
             "open_files_growth": max(change(rank, "files") for rank in ranks),
             "threads_growth": max(change(rank, "threads") for rank in ranks),
             "step_time_drift": drift(ranks),
+            "machine_drift": machine_drift(ranks),
             "monitor_growth_mib": self._monitor_mib() - monitor_before,
             "steps_not_logged_once": len(wrong),
         }
@@ -243,14 +257,23 @@ def change(notes: list[dict[str, float]], name: str) -> float:
     return last - first
 
 
+def machine_drift(ranks: list[list[dict[str, float]]]) -> float:
+    """Relative change of the CPU time of the fixed work over a life, the sum of all ranks."""
+    notes = zip(*ranks, strict=False)
+    first, last = quarters([sum(note["fixed_work"] for note in of_all) for of_all in notes])
+    return last / first - 1
+
+
 def drift(ranks: list[list[dict[str, float]]]) -> float:
-    """Relative change of the CPU time of a step over a life, the sum of all ranks."""
+    """Relative change of the CPU time of a step over a life, the sum of all ranks, beyond that of
+    the machine.
+    """
     seconds = [
-        sum(after["cpu"] - before["cpu"] for before, after in pairs)
+        sum(after["cpu"] - before["cpu"] - before["fixed_work"] for before, after in pairs)
         for pairs in zip(*(itertools.pairwise(notes) for notes in ranks), strict=False)
     ]
     first, last = quarters(seconds)
-    return abs(last / first - 1)
+    return abs(last / first / (1 + machine_drift(ranks)) - 1)
 
 
 def main() -> int:
