@@ -360,7 +360,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"))
+    parser.add_argument("--out", type=Path, default=_runs.ROOT / "runs" / "gpu_check")
     parser.add_argument("--minutes", type=float, default=40.0, help="of this call")
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--data", help=_store.HELP)

@@ -25,13 +25,19 @@ alone=()
 
 step() { printf '\n== %s\n' "$*"; }
 
-# Usage: prepare_once CORPUS [OPTION...]
+# Usage: prepare_once CORPUS [OPTION...]   (a store that was prepared from something else is an error)
 prepare_once() {
+    local record=$out/prepared_from
     if [ -f "$store/manifest.json" ]; then
+        if [ -f "$record" ] && [ "$(cat "$record")" != "$*" ]; then
+            mmldlm_fail "$store was prepared from: $(cat "$record"); this call asks for: $*" \
+                "name another folder with OUT, or repeat the earlier call"
+        fi
         echo "already exists"
     else
         mmldlm prepare "$@" --output-dir "$store"
     fi
+    echo "$*" >"$record"
 }
 
 # Usage: end_if_evaluated [OPTION...]   (shows the report of an earlier call, with the options of quickstart_report.py)

@@ -30,27 +30,27 @@ if [ -n "${HOSTFILE:-}" ]; then
     mmldlm_read_hostfile
     case ${MMLDLM_NODES%% *} in
     localhost | 127.0.0.1)
-        # This machine alone: without ssh to itself, which DeepSpeed would test first.
-        mode=(--no_ssh_check)
-        MASTER_ADDR=${MASTER_ADDR:-127.0.0.1}
+        # This machine alone, by torchrun below: a signal would end DeepSpeed's launcher here without its ranks.
+        mmldlm_leave_platform
+        NNODES=1 NPROC_PER_NODE=$MMLDLM_RANKS HOSTFILE=
         ;;
     *)
-        # DeepSpeed would run a hostfile of one node here, whatever machine it names.
-        mode=(--force_multi)
         mmldlm_refuse_shell_text
         ;;
     esac
+fi
+
+if [ -n "${HOSTFILE:-}" ]; then
     if [ -z "${MASTER_ADDR:-}" ]; then
         mmldlm_fail "MASTER_ADDR is not set" "set it to the address of the first node that the other nodes reach"
     fi
     mmldlm_check "$MMLDLM_RANKS" "$@"
-    if [ "${mode[0]}" != --no_ssh_check ]; then
-        read -r -d '' -a ssh_options <<<"${PDSH_SSH_ARGS_APPEND:-}" || true
-        mmldlm_check_hosts "${ssh_options[@]}"
-    fi
+    read -r -d '' -a ssh_options <<<"${PDSH_SSH_ARGS_APPEND:-}" || true
+    mmldlm_check_hosts "${ssh_options[@]}"
     # DeepSpeed pastes the arguments into a shell line for each node: what is not plain text is passed encoded.
     mapfile -t script < <(mmldlm_module mmldlm.cluster.run_decoded --encode "$MMLDLM_PACKAGE/train.py" "${MMLDLM_ARGS[@]}" "$@")
-    exec deepspeed --hostfile "$HOSTFILE" "${mode[@]}" --no_local_rank --master_addr "$MASTER_ADDR" --master_port "$port" \
+    # DeepSpeed would run a hostfile of one node here, whatever machine it names, without --force_multi.
+    exec deepspeed --hostfile "$HOSTFILE" --force_multi --no_local_rank --master_addr "$MASTER_ADDR" --master_port "$port" \
         "${script[@]}"
 fi
 

@@ -14,13 +14,18 @@
 # Arguments are config overrides, for example training.num_train_steps=5000
 set -euo pipefail
 [ -z "${CORPUS:-}" ] || [ "$CORPUS" = docstrings ] || CORPUS=$(realpath -- "$CORPUS")
+[ -z "${OUT:-}" ] || OUT=$(realpath -m -- "$OUT")
 cd "$(dirname "$0")/.."
 . launchers/_quickstart.sh
 
 corpus=${CORPUS:-docstrings}
-name=$(basename "${corpus%.*}")
-[ "$name" = docstrings ] || name=$(basename "$(dirname "$corpus")")-$name
-[ "$name" = docstrings ] && steps=${STEPS:-2000} || steps=${STEPS:-3900}
+name=docstrings steps=${STEPS:-2000}
+if [ "$corpus" != docstrings ]; then
+    name=$(basename "$corpus")
+    [ -d "$corpus" ] || name=${name%.*}
+    name=$(basename "$(dirname "$corpus")")-$name
+    steps=${STEPS:-3900}
+fi
 out=${OUT:-runs/quickstart-$name}
 store=$out/store
 mkdir -p "$out"

@@ -10,6 +10,7 @@
 #   NPROC         ranks                                                           (default: 2, or 1 where there is one GPU)
 # Arguments are config overrides, for example training.num_train_steps=5000
 set -euo pipefail
+[ -z "${OUT:-}" ] || OUT=$(realpath -m -- "$OUT")
 cd "$(dirname "$0")/.."
 . launchers/_quickstart.sh
 

@@ -23,6 +23,19 @@ root=${SLURM_SUBMIT_DIR:-$(cd "$(dirname "$0")/.." && pwd)}
 . "$root/launchers/_launch_args.sh"
 [ -n "${SLURM_JOB_ID:-}" ] || mmldlm_fail "this is not a Slurm job" "start it with: sbatch launchers/slurm.sh ..."
 
+# Usage: has_saved ARG...   (whether the run of these arguments has checkpoints)
+has_saved() {
+    "$PYTHON" - "${MMLDLM_ARGS[@]}" "$@" 2>/dev/null <<'PY'
+import sys
+from mmldlm.checkpoints.locate import holds_checkpoints
+from mmldlm.commands import config_options
+from mmldlm.utils.command_parser import CommandParser
+parser = CommandParser("slurm.sh", "")
+config_options.add_arguments(parser)
+sys.exit(not holds_checkpoints(config_options.parse_config(parser.parse(sys.argv[1:])).run_dir()))
+PY
+}
+
 mmldlm_launch_args
 mmldlm_count REQUEUES 0
 mmldlm_same NNODES SLURM_NNODES "pass the nodes to sbatch: unset NNODES, or sbatch --nodes=${NNODES:-}"
@@ -30,13 +43,16 @@ mmldlm_same NPROC_PER_NODE SLURM_NTASKS_PER_NODE \
     "pass the ranks to sbatch: unset NPROC_PER_NODE, or sbatch --ntasks-per-node=${NPROC_PER_NODE:-}"
 mmldlm_env
 restarts=${SLURM_RESTART_COUNT:-0}
-[ "$restarts" = 0 ] || set -- "$@" training.resume=auto
+# A restart continues. One before the first save begins as the first start did, which training.resume may have named.
+if [ "$restarts" != 0 ] && has_saved "$@"; then set -- "$@" training.resume=auto; fi
 mmldlm_check "$SLURM_NTASKS" "$@"
 # One address for all tasks: with its own address every task would wait for the others.
 MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}
 export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}"
 # srun does not inherit --cpus-per-task from the batch job (Slurm 22.05 and later): every rank would get one core.
 export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-1}}
+# A rank would divide the CPUs that it may use by the ranks of the node; where Slurm binds tasks, they are its own already.
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SRUN_CPUS_PER_TASK}
 # All five variables that DeepSpeed and torch read, from Slurm's own: tasks need no discovery.
 code=0
 srun --kill-on-bad-exit=1 --label bash -c '

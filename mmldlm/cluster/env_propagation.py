@@ -262,6 +262,7 @@ def write_env_file(path: Path, names: list[str]) -> list[str]:
             is_secret(name)
             or not value
             or any(not (c.isalnum() or c in "_./:,@%+=^-") for c in value)
+            or _SHELL_ACTIVE.search(value)
         ):
             refused.append(name)
         else:

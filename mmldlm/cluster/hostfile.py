@@ -97,7 +97,8 @@ def _parse(text: str, path: Path) -> tuple[list[Node], list[str]]:
     for line_number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        node, problem = _read_line(line, line_number)
+        # A comment after a node, which DeepSpeed and mpirun leave out too.
+        node, problem = _read_line(re.sub(r"\s#.*", "", line), line_number)
         if problem is None and (first := next((n for n in nodes if n.name == node.name), None)):
             problem = f"{node.name} is already in line {first.line}"
         if problem is not None:
@@ -147,11 +148,6 @@ def _read_bytes(path: Path) -> bytes:
 def _read_line(line: str, line_number: int) -> tuple[Node | None, str | None]:
     """Return (node, None) or (None, problem)."""
     name, *rest = line.split()
-    if "#" in line:
-        return (
-            None,
-            "a comment after a node, which is read as part of it: put the comment on its own line",
-        )
     if _RANGE.search(name):
         return (
             None,
@@ -170,6 +166,8 @@ def _read_line(line: str, line_number: int) -> tuple[Node | None, str | None]:
                 ),
             )
         hint = ": write 'NAME slots=N'" if ":" in name else ""
+        if "@" in name:
+            hint = ": name the user in ~/.ssh/config (User), and write the host alone"
         return None, f"{name!r} is not a host name{hint}"
     if not rest:
         return None, f"no slots after {name}: write '{name} slots=N'"

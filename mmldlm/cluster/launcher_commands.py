@@ -166,7 +166,11 @@ case ,$4, in *,$SLURMD_NODENAME,*) ;; *)
 esac
 before=,$4,; before=${before%%,"$SLURMD_NODENAME",*}; before=${before//[!,]/}
 export RANK=$((${#before} * $3 + SLURM_LOCALID)) LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
-export MASTER_ADDR=$1 MASTER_PORT=$2; shift 4; exec "$@"
+export MASTER_ADDR=$1 MASTER_PORT=$2; shift 4
+# A rank would divide the CPUs that it may use by those of the node; where Slurm binds tasks, they
+# are its own already.
+[ -z "$SLURM_CPUS_PER_TASK" ] || export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$SLURM_CPUS_PER_TASK}
+exec "$@"
 """
 
 

@@ -21,6 +21,14 @@ FOLDERS = {
     "hostfiles": "one line per node, for --hostfile: its name and its ranks (slots)",
     "launchers": "scripts for ssh, MPI and Slurm: the #SBATCH lines of slurm.sh",
 }
+# Files of these folders that need more of the checkout than a package has: its benchmarks.
+OF_CHECKOUT = (
+    "_quickstart.sh",
+    "gpu_check.sh",
+    "quickstart.sh",
+    "quickstart_images.sh",
+    "quickstart_report.py",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +45,7 @@ def _lay_out(out: Path) -> None:
         for name in FOLDERS:
             (partial / name).mkdir(parents=True)
             for path in (FILES / name).iterdir():
-                if path.is_file():
+                if path.is_file() and path.name not in OF_CHECKOUT:
                     _copy(path, partial / name / path.name)
         for name in FOLDERS:
             (partial / name).rename(out / name)

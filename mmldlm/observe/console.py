@@ -208,6 +208,11 @@ class Console:
                 (bool), ...
         """
         step = record["step"]
+        if self._recent and step <= self._recent[-1]["step"]:
+            # A rollback: what it has repeated, or left for good, is no part of a mean or a pace.
+            self._recent.clear()
+            self._pace.clear()
+            self._line_step = step - 1
         self.num_skipped += bool(record.get("skipped"))
         self._pace.append((step, time.monotonic()))
         self._recent.append(record)

@@ -130,7 +130,17 @@ def select_checks(only: str | None, without: str | None, level: int) -> list[Che
 
 
 def create_context(args: argparse.Namespace) -> Context:
-    """Read hostfile and config; HOST001 and CFG001 report their errors."""
+    """Read hostfile and config; HOST001 and CFG001 report their errors.
+
+    Raises:
+        UserError: both --hostfile and --nproc give the number of ranks.
+    """
+    if args.hostfile is not None and args.nproc is not None:
+        raise UserError(
+            "--hostfile, whose slots are the ranks of each node, or --nproc for one machine",
+            f"--hostfile {args.hostfile} and --nproc {args.nproc}",
+            "leave out --nproc, and write slots=N in the hostfile",
+        )
     context = Context(args)
     if args.hostfile is None:
         context.nodes, context.local = [Node("localhost", args.nproc or 0)], True

@@ -51,8 +51,12 @@ def test_written_variables_are_carried_and_old_lines_stay(environment, tmp_path)
     path.write_text("FOO=1\nGLOO_SOCKET_IFNAME=lo\n")
     environment.setenv("HF_TOKEN", "secret")
     environment.setenv("HF_HOME", "/a b")
-    refused = env_propagation.write_env_file(path, ["GLOO_SOCKET_IFNAME", "HF_HOME", "HF_TOKEN"])
-    assert refused == ["HF_HOME", "HF_TOKEN"]
+    # pdsh would put the host's name there, and the file would be refused when it is read.
+    environment.setenv("NCCL_DEBUG_FILE", "/tmp/nccl_%h_%p.log")
+    names = ["GLOO_SOCKET_IFNAME", "HF_HOME", "HF_TOKEN", "NCCL_DEBUG_FILE"]
+    refused = env_propagation.write_env_file(path, names)
+    assert refused == ["HF_HOME", "HF_TOKEN", "NCCL_DEBUG_FILE"]
+    assert env_propagation.read_env_file(path)[1] == []
     assert path.read_text() == "FOO=1\nGLOO_SOCKET_IFNAME=eth0\n"
     assert env_propagation.propagated_variables("deepspeed", False)["GLOO_SOCKET_IFNAME"] == "eth0"
 

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from mmldlm import cli
-from mmldlm.commands import preflight, train
+from mmldlm.commands import config_options, preflight, train
+from mmldlm.errors import UserError
 from mmldlm.preflight import runner
+from mmldlm.preflight.checks.dry_run import dry_run_arguments
 
 
 @pytest.mark.parametrize(
@@ -44,3 +46,25 @@ def test_preflight_counts_as_train_does(monkeypatch, kind, expected):
     monkeypatch.setattr(type(context), "head_value", lambda *names: {"gpus": ["A", "B", "C", "D"]})
     runner.collect_facts(context)
     assert [node.slots for node in context.nodes] == [expected]
+
+
+def test_preflight_takes_its_ranks_from_one_place():
+    parser = argparse.ArgumentParser()
+    preflight.add_arguments(parser)
+    words = ["--hostfile", "hostfiles/two_nodes", "--nproc", "4", "--config-name", "tiny"]
+    with pytest.raises(UserError, match="leave out --nproc"):
+        runner.create_context(parser.parse_args(words))
+
+
+def test_the_dry_run_of_a_profiled_run_is_a_valid_config():
+    """Its steps end before those of the profile begin."""
+    parser = argparse.ArgumentParser()
+    preflight.add_arguments(parser)
+    words = ["--config-name", "tiny", "training.profile=[100,105]"]
+    words.append("training.num_train_steps=1000")
+    context = runner.create_context(parser.parse_args(words))
+    dry = dry_run_arguments(context, "dry", ["training.num_train_steps=2"])
+    parser = argparse.ArgumentParser()
+    config_options.add_arguments(parser)
+    config = config_options.parse_config(parser.parse_args(dry))
+    assert config.training.profile is None and config.data.max_validation_samples == 64

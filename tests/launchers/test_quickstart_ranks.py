@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -38,6 +39,39 @@ def venv(tmp_path_factory):
         (venv / f".mmldlm-{extra}").write_text(stamp)
     (venv / ".mmldlm-home").write_text(f"{venv}\n")
     return venv
+
+
+def quickstart(venv, cwd, name="quickstart.sh", **environment):
+    own = {key: value for key, value in os.environ.items() if key not in ("NPROC", "WORLD_SIZE")}
+    own |= {"MMLDLM_VENV": str(venv), "GPUS": "0", **environment}
+    command = ["bash", str(ROOT / "launchers" / name)]
+    return subprocess.run(command, cwd=cwd, env=own, capture_output=True, text=True, timeout=60)
+
+
+def test_a_store_of_another_corpus_is_not_taken(venv, tmp_path):
+    for name in ("v1.2/french", "v1.2/german"):
+        (tmp_path / name).mkdir(parents=True)
+    run = {"CORPUS": "v1.2/french", "OUT": "out"}
+    assert quickstart(venv, tmp_path, **run).returncode == 7
+    # OUT is in the caller's folder. The stand-in for `prepare` has written nothing.
+    store = tmp_path / "out" / "store"
+    store.mkdir()
+    (store / "manifest.json").write_text("{}")
+    assert quickstart(venv, tmp_path, **run).returncode == 7
+    for other in ({"CORPUS": "v1.2/german"}, {"MAX_SAMPLES": "99"}):
+        done = quickstart(venv, tmp_path, **run | other)
+        assert done.returncode == 2 and "was prepared from" in done.stderr, done.stderr
+
+
+def test_folders_are_named_after_the_whole_name_of_a_corpus(venv, tmp_path):
+    (tmp_path / "v1.2").mkdir()
+    (tmp_path / "docstrings.txt").write_text("A sentence.\n")
+    for corpus, name in (("v1.2", "v1.2"), ("docstrings.txt", "docstrings")):
+        done = quickstart(venv, tmp_path, CORPUS=corpus)
+        out = f"runs/quickstart-{tmp_path.name}-{name}"
+        shutil.rmtree(ROOT / out)
+        assert f"{out}/store" in done.stdout, done.stdout
+        assert "training.num_train_steps=3900" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["quickstart.sh", "quickstart_images.sh"])

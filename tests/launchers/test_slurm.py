@@ -4,8 +4,11 @@ a test names, scontrol says what it was asked for.
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from mmldlm.checkpoints.manifest import FORMAT, VERSION
 from tests.launchers.test_refusals import SLURM, script, venv
 
 __all__ = ["venv"]
@@ -13,9 +16,9 @@ __all__ = ["venv"]
 
 @pytest.fixture
 def slurm(venv, store, tmp_path):
-    def run(**environment):
+    def run(*more, **environment):
         words = (f"data.latent_data_root={store}", "logging.run_name=r")
-        words += (f"logging.save_dir={tmp_path}",)
+        words += (f"logging.save_dir={tmp_path}", *more)
         return script(venv, "slurm.sh", *words, CONFIG_NAME="tiny", **SLURM, **environment)
 
     for name, line in {
@@ -38,6 +41,22 @@ def test_an_interrupted_job_requeues_itself_and_continues(slurm, tmp_path):
     last = slurm(SRUN_CODE="5", REQUEUES="2", SLURM_RESTART_COUNT="2")
     assert last.returncode == 5 and "requeue" not in last.stdout
     assert "last word training.resume=auto" in last.stdout
+
+
+def test_a_restart_before_the_first_save_starts_from_the_same_checkpoint(slurm, tmp_path):
+    """training.resume=auto would find nothing, and train from scratch."""
+    manifest = json.dumps({"format": FORMAT, "version": VERSION, "files": {}})
+    other = tmp_path / "other" / "checkpoints" / "step_00000007"
+    other.mkdir(parents=True)
+    (other / "manifest.json").write_text(manifest)
+    resume = f"training.resume={other}"
+    restarted = slurm(resume, SRUN_CODE="1", SLURM_RESTART_COUNT="1")
+    assert f"last word {resume}\n" in restarted.stdout, restarted.stderr
+    saved = tmp_path / "r" / "checkpoints" / "step_00000008"
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").write_text(manifest)
+    restarted = slurm(resume, SRUN_CODE="1", SLURM_RESTART_COUNT="1")
+    assert "last word training.resume=auto\n" in restarted.stdout, restarted.stderr
 
 
 def test_other_ends_and_jobs_without_the_wish_are_not_requeued(slurm):

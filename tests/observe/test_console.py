@@ -67,6 +67,18 @@ def test_losses_are_means_since_the_last_line(tmp_path):
     assert "text:" not in out.getvalue()
 
 
+def test_what_a_rollback_repeats_is_in_no_mean():
+    out = io.StringIO()
+    with Console(40, log_freq=10, stream=out) as progress:
+        for number in range(1, 16):
+            progress.update(step(number, loss=1000.0))
+        # Back at step 6, and then to the end.
+        for number in range(7, 21):
+            progress.update(step(number, loss=2.0))
+    losses = [re.search(r"loss: ([\d.]+)", line).group(1) for line in out.getvalue().splitlines()]
+    assert losses == ["1000.", "2.000", "2.000"], "steps 1-10, then 7-10 and 11-20"
+
+
 def test_skipped_steps_do_not_enter_the_mean_loss():
     applied = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 4.0, "skipped": False}]
     skipped = [

@@ -17,17 +17,28 @@ from mmldlm.utils.run_files import TENSORBOARD
 class TensorBoardTracker:
     """Event files in the run's folder `tensorboard`.
 
-    A resumed run adds a file, which tells TensorBoard to drop what is repeated.
+    A resumed run adds a file, which tells TensorBoard to drop what is repeated; so does a
+    rollback.
     """
 
     def __init__(self, run: TrackedRun):
         self._folder = run.folder / TENSORBOARD
-        # tensorboardX names files by the second: a run resumed within it must not replace one.
-        self._writer = _import_writer()(
-            str(self._folder), purge_step=run.step + 1, filename_suffix=f".{run.step}"
+        self._writer_class = _import_writer()
+        self._open(run.step + 1)
+
+    def _open(self, first_step: int) -> None:
+        """Start a file whose steps begin with first_step."""
+        # tensorboardX names files by the second: one opened within it must not replace another.
+        self._writer = self._writer_class(
+            str(self._folder), purge_step=first_step, filename_suffix=f".{first_step}"
         )
+        self._last_step = first_step
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step < self._last_step:
+            self._writer.close()
+            self._open(step)
+        self._last_step = step
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 

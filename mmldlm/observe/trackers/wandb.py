@@ -49,8 +49,10 @@ class WandbTracker:
         self._run.finish(exit_code=exit_code)
         if not self._is_offline:
             return self._run.url
-        folder = Path(self._run.dir).parent
-        return f"{folder}; `wandb sync {folder}` uploads it"
+        # Every resume has written a folder of its own; wandb names them offline-run-TIME-ID.
+        folders = Path(self._run.dir).parents[1].glob(f"offline-run-*-{self._run.id}")
+        words = " ".join(str(folder) for folder in sorted(folders))
+        return f"`wandb sync {words}` uploads it"
 
 
 def _preformatted(text: str) -> str:

@@ -22,6 +22,7 @@ from mmldlm.utils.input_files import read_text
 from mmldlm.utils.run_files import STEPS
 
 DRY_STEPS = 2
+DRY_VALIDATION_SAMPLES = 64
 # Bytes per second of a checkpoint on its way to a shared file system.
 SLOW_DISK = 100e6
 COMPILE_SECONDS = 600
@@ -42,15 +43,20 @@ def dry_seconds(context: Context) -> int:
 
 
 def dry_run_arguments(context: Context, name: str, more: list[str]) -> list[str]:
-    """Return the arguments of train.py for the dry run: those of the run, with another run
-    name.
+    """Return the arguments of train.py for the dry run: those of the run, with another run name,
+    and without what may take longer than its steps. A run evaluates after its last step: here a
+    few samples.
     """
     overrides = [
         f"logging.run_name={name}",
         "logging.trackers=[]",
         "logging.log_freq=1",
         f"logging.eval_freq={1 << 30}",
+        "logging.eval_samples=0",
+        "training.profile=null",
     ]
+    if hasattr(context.config.data, "max_validation_samples"):
+        overrides.append(f"data.max_validation_samples={DRY_VALIDATION_SAMPLES}")
     return [*train_arguments(context.options), *overrides, *more]
 
 

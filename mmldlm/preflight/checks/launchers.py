@@ -123,12 +123,20 @@ _PROGRAMS = {
 
 @check("LNCH001", 0, "head", "launcher present")
 def launcher_is_here(context):
-    """The programs of the selected launcher are installed on this machine."""
+    """The programs of the selected launcher are installed on this machine, and srun knows its
+    nodes by name.
+    """
     program, fix = _PROGRAMS.get(context.launcher, (None, ""))
     if context.local and context.launcher == "deepspeed":
         return ok("one machine: no pdsh needed")
     if program is not None and shutil.which(program) is None:
         return fail(f"no {program} in PATH", f"{program} for --launcher {context.launcher}", fix)
+    if context.launcher == "slurm" and context.local:
+        return fail(
+            "no hostfile" if context.options.hostfile is None else "localhost in the hostfile",
+            "the nodes of the allocation by Slurm's names of them",
+            "--hostfile <(scontrol show hostnames | sed 's/$/ slots=RANKS_PER_NODE/')",
+        )
     if context.launcher == "mpi" and importlib.util.find_spec("mpi4py") is None:
         return fail(
             "no mpi4py",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
+from mmldlm.checkpoints.locate import list_checkpoints
 from mmldlm.engines.deepspeed_config import offloaded
 from mmldlm.errors import UserError
 from mmldlm.preflight import memory_model
@@ -163,7 +165,7 @@ def _smallest_memory(context, of_hosts: bool = False) -> tuple[str, float, bool]
 @check("DISK001", 0, "cluster", "checkpoints fit")
 def checkpoints_fit(context):
     """The checkpoints that this run keeps, plus one being written, fit on the disk of
-    logging.save_dir.
+    logging.save_dir; those that a resumed run has there already need no more space.
     """
     if (reason := _missing_sizes(context)) is not None:
         return skip(reason)
@@ -171,17 +173,19 @@ def checkpoints_fit(context):
     each = memory_model.checkpoint_bytes(
         memory_model.plan_of(context.config), context.data_facts, context.config.training.dtype
     )
-    count = (
+    kept = (
         checkpoints.keep_last
-        + 1
         + (checkpoints.keep_best is not None)
         + (num_steps // checkpoints.keep_every if checkpoints.keep_every else 0)
     )
+    saved = min(_num_saved(context.config.run_dir()), kept)
+    count = kept - saved + 1
     folders = context.probe_values("checkpoints") or {"": context.head_value("checkpoints") or {}}
     node, folder = min(folders.items(), key=lambda item: item[1].get("free", float("inf")))
     if "free" not in folder:
         return skip("free space could not be measured (see CKPT001)")
-    needed = f"{count} x {format_bytes(each)} = {format_bytes(count * each)} needed"
+    more = f" beside the {saved} saved" if saved else ""
+    needed = f"{count} x {format_bytes(each)} = {format_bytes(count * each)} needed{more}"
     measured = f"{needed}, {format_bytes(folder['free'])} free"
     if folder.get("bytes_per_second"):
         measured += f"; about {each / folder['bytes_per_second']:.1f} s per save from one node"
@@ -196,3 +200,11 @@ def checkpoints_fit(context):
             fix,
         )
     return ok(measured)
+
+
+def _num_saved(run_dir: Path) -> int:
+    try:
+        return len(list_checkpoints(run_dir))
+    except UserError:
+        # RES001 reports it.
+        return 0

@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mmldlm.preflight.check import check, fail, ok, skip
+from mmldlm.preflight.check import Result, check, fail, ok, skip, warn
 from mmldlm.utils.formatting import describe_os_error, join_some
 
 # A lookup that takes longer is slow.
@@ -150,11 +150,12 @@ def _ssh_host(name: str) -> str | None:
     return host if host != name or is_proxied else None
 
 
-def _selected_interfaces(value: str, interfaces: list[dict]) -> list[dict]:
-    """Return the interfaces of a value of NCCL_SOCKET_IFNAME: prefixes, ^excluded prefixes, =exact
-    names.
+def _selected_interfaces(key: str, value: str, interfaces: list[dict]) -> list[dict]:
+    """Return the interfaces that a variable selects: NCCL's by prefixes, ^excluded prefixes or
+    =exact names; gloo's by exact names.
     """
-    exclude, exact = value.startswith("^"), value.lstrip("^").startswith("=")
+    exclude = value.startswith("^")
+    exact = key.startswith("GLOO") or value.lstrip("^").startswith("=")
     patterns = [pattern for pattern in value.lstrip("^=").split(",") if pattern]
 
     def matches(entry: dict) -> bool:
@@ -165,10 +166,12 @@ def _selected_interfaces(value: str, interfaces: list[dict]) -> list[dict]:
 
 @check("NET001", 1, "node", "interface")
 def interface_is_usable(context):
-    """The interface in NCCL_/GLOO_SOCKET_IFNAME exists on the node, is up and leads to the master.
+    """The interface in NCCL_/GLOO_SOCKET_IFNAME exists on the node and is up.
 
-    It is not loopback or a container bridge. The variables are those of a rank on the node. A run
-    of one machine needs its loopback interface.
+    It is not loopback (unless the run has one machine) or a container bridge. An interface that
+    does not lead to the master is a warning: it is right where a cluster has a network of its own
+    for data. The variables are those of a rank on the node. A run of one machine needs its
+    loopback interface.
     """
     for name, facts in context.probe_values("network").items():
         on_node = context.environment_on(name)
@@ -177,27 +180,15 @@ def interface_is_usable(context):
         keys = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         variables = {key: on_node[key] for key in keys if on_node.get(key)}
         usual = default_interface(facts)
-        problems = {
-            key: problem
-            for key, value in variables.items()
-            if (problem := _interface_problem(key, value, facts, usual))
-        }
         if context.local and not any(
             entry["loopback"] and entry["up"] for entry in facts["interfaces"]
         ):
             fix = "ip link set lo up (in a sandbox: let it set up the loopback interface)"
             expected = "an interface with 127.0.0.1, where ranks meet"
             yield fail("the loopback interface is down", expected, fix, name)
-        elif problems:
-            for key, problem in problems.items():
-                fix = (
-                    f"export {key}={usual}"
-                    if usual
-                    else "repair the interface that leads to the master"
-                )
-                yield fail(problem, "an interface that is up and leads to the master", fix, name)
         elif variables:
-            yield ok(", ".join(f"{key}={value}" for key, value in variables.items()), name)
+            for key, value in variables.items():
+                yield _judge_interface(key, value, name, facts, context.local)
         elif usual is None and not context.local:
             yield fail(
                 "no interface is up with an IPv4 address, except loopback and container bridges",
@@ -209,6 +200,23 @@ def interface_is_usable(context):
             yield ok(f"unset; {usual or 'lo'} leads to the master", name)
 
 
+def _judge_interface(key: str, value: str, node: str, facts: dict, is_local: bool) -> Result:
+    """Return the result of NET001 for one variable of a node."""
+    usual, expected = default_interface(facts), "an interface that leads to the other nodes"
+    if problem := _interface_problem(key, value, facts, is_local):
+        repair = "repair the interface that leads to the master"
+        return fail(problem, expected, f"export {key}={usual}" if usual else repair, node)
+    selected = _selected_interfaces(key, value, facts["interfaces"])
+    if usual is None or is_local or usual in [entry["name"] for entry in selected]:
+        return ok(f"{key}={value}", node)
+    return warn(
+        f"{key}={value}, and the route to the master is {usual}",
+        expected,
+        f"export {key}={usual}, unless all nodes are on that network (--level 3 connects them)",
+        node,
+    )
+
+
 def default_interface(facts: dict) -> str | None:
     """Return the interface of the route to the master; on the master itself the first
     usable one.
@@ -218,24 +226,26 @@ def default_interface(facts: dict) -> str | None:
     return route if route in usable else usable[0] if usable else None
 
 
-def _is_usable(entry: dict) -> bool:
-    return entry["up"] and entry["addresses"] and not entry["loopback"] and not entry["virtual"]
+def _is_usable(entry: dict, with_loopback: bool = False) -> bool:
+    is_own = entry["virtual"] or (entry["loopback"] and not with_loopback)
+    return bool(entry["up"] and entry["addresses"] and not is_own)
 
 
-def _interface_problem(key: str, value: str, facts: dict, usual: str | None) -> str | None:
+def _interface_problem(key: str, value: str, facts: dict, is_local: bool) -> str | None:
     """Return what is wrong with the interfaces that a variable selects; None if they are usable.
 
-    NCCL takes those that it can use; gloo takes turns on all that the variable names.
+    NCCL takes those that it can use; gloo takes turns on all that the variable names. The ranks of
+    one machine may meet on its loopback interface.
     """
     is_gloo = key.startswith("GLOO")
     if is_gloo and value.startswith(("^", "=")):
         return f"{key}={value}: gloo accepts plain names, separated by commas"
-    matching = _selected_interfaces("=" + value if is_gloo else value, facts["interfaces"])
+    matching = _selected_interfaces(key, value, facts["interfaces"])
     present = [entry["name"] for entry in matching]
     if not matching or (is_gloo and not set(filter(None, value.split(","))) <= set(present)):
         interfaces = ", ".join(entry["name"] for entry in facts["interfaces"])
         return f"{key}={value}: this node has only {interfaces}"
-    usable = [entry["name"] for entry in matching if _is_usable(entry)]
+    usable = [entry["name"] for entry in matching if _is_usable(entry, is_local)]
     if not usable or (is_gloo and usable != present):
         entry = next(entry for entry in matching if entry["name"] not in usable)
         problem = (
@@ -243,8 +253,6 @@ def _interface_problem(key: str, value: str, facts: dict, usual: str | None) -> 
             else "is down" if not entry["up"] else "has no IPv4 address"
         )  # fmt: skip
         return f"{key}={value}: {entry['name']} {problem}"
-    if usual is not None and usual not in usable:
-        return f"{key}={value}, but the route to the master is {usual}"
     return None
 
 

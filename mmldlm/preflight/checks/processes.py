@@ -26,7 +26,13 @@ NETWORK_FILE_SYSTEMS = (
     "wekafs",
 )
 # Parts of the command line of a rank or launcher of this project.
-_MARKS = ("mmldlm/train.py", "mmldlm.train", "deepspeed.launcher.launch")
+_MARKS = (
+    "mmldlm/train.py",
+    "mmldlm.train",
+    "deepspeed.launcher.launch",
+    # A rank of a script of the user's own, under `mmldlm launch`.
+    "mmldlm/launch/rank_wrapper.py",
+)
 _BUILDERS = ("ninja", "nvcc", "cc1plus", "g++", "c++", "clang")
 STALE_SECONDS = 60
 

@@ -61,10 +61,12 @@ def _file_of(command: list[str]) -> Path:
     return Path(spec.origin)
 
 
+# What is imported below these is not imported in every run, or the script can do without.
+_CONDITIONAL = (ast.Try, ast.TryStar, ast.If, ast.FunctionDef, ast.AsyncFunctionDef, ast.Match)
+
+
 def _imported_names(tree: ast.AST) -> set[str]:
-    """Return the top-level names of all absolute imports outside of `try`, where a script can do
-    without.
-    """
+    """Return the top-level names of the absolute imports that every run executes."""
     names: set[str] = set()
     open_nodes = [tree]
     while open_nodes:
@@ -73,7 +75,7 @@ def _imported_names(tree: ast.AST) -> set[str]:
             names |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
             names.add(node.module.partition(".")[0])
-        elif not isinstance(node, ast.Try):
+        elif not isinstance(node, _CONDITIONAL):
             open_nodes.extend(ast.iter_child_nodes(node))
     return names
 

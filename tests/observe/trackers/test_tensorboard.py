@@ -61,6 +61,20 @@ def test_steps_that_a_resumed_run_repeats_are_there_once(tmp_path, writer):
     assert losses == [(1, 0.0), (2, 0.0), (3, 2.0), (4, 2.0), (5, 2.0)]
 
 
+def test_steps_that_a_rollback_repeats_are_there_once(tmp_path, writer):
+    tracker = TensorBoardTracker(TrackedRun(tmp_path, 0, False, Config()))
+    for loss, steps in ((9.0, (1, 2, 3, 4, 5)), (1.0, (3, 4, 5, 6))):
+        for step in steps:
+            tracker.log(step, {"loss": loss})
+            # An evaluation of the same step.
+            tracker.log(step, {"eval/loss": loss})
+    tracker.finish(0)
+    events = read(tmp_path / "tensorboard")
+    expected = [(1, 9.0), (2, 9.0), (3, 1.0), (4, 1.0), (5, 1.0), (6, 1.0)]
+    for name in ("loss", "eval/loss"):
+        assert [(e.step, e.value) for e in events.Scalars(name)] == expected
+
+
 def test_without_a_package_the_error_names_one(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     monkeypatch.setitem(sys.modules, "tensorboardX", None)

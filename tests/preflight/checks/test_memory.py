@@ -66,6 +66,33 @@ def test_memory_counts_the_buckets_of_the_json(tmp_path):
     assert "fsdp needs" in verdict({}, "fsdp").measured
 
 
+def test_saved_checkpoints_need_no_more_space(tmp_path):
+    """Of a resumed run, which has room for one more beside the three that it keeps."""
+    sizes = {"trainable": 10**6, "frozen": 0, "largest_block": 10**5}
+
+    def verdict(free: float) -> Result:
+        context = make_context(checkpoints={"free": free, "folder": str(tmp_path)})
+        context.data_facts = sizes
+        context.config = build_config(
+            {
+                "logging": {"save_dir": str(tmp_path), "run_name": "r"},
+                "checkpoints": {"keep_last": 3},
+                "engine": {"kind": "ddp"},
+                "training": {"dtype": "fp32"},
+            }
+        )
+        (result,) = run("DISK001", context).values()
+        return result
+
+    each = memory_model.checkpoint_bytes("zero0", sizes, "fp32")
+    assert verdict(3.5 * each).status == FAIL and verdict(4.5 * each).status == PASS
+    for step in (1, 2, 3):
+        (tmp_path / "r" / "checkpoints" / f"step_{step:08}").mkdir(parents=True)
+    assert verdict(0.5 * each).status == FAIL
+    found = verdict(1.5 * each)
+    assert found.status == PASS and "beside the 3 saved" in found.measured
+
+
 def test_offloaded_tensors_count_on_the_host(tmp_path):
     sizes = {
         "trainable": 10**10,

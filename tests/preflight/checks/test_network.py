@@ -179,6 +179,9 @@ def test_a_one_way_failure_names_its_direction():
         ("GLOO_SOCKET_IFNAME", "eth1,eth0", PASS),
         ("GLOO_SOCKET_IFNAME", "eth0,ib0", FAIL),
         ("GLOO_SOCKET_IFNAME", "eth0,lo", FAIL),
+        # A network of its own for data, where the names of the nodes lead elsewhere.
+        ("NCCL_SOCKET_IFNAME", "eth1", WARN),
+        ("GLOO_SOCKET_IFNAME", "eth1", WARN),
     ],
 )
 def test_interface_names_in_the_syntax_of_nccl_and_of_gloo(name, value, status, monkeypatch):
@@ -191,6 +194,14 @@ def test_interface_names_in_the_syntax_of_nccl_and_of_gloo(name, value, status, 
     if value == "eth1,eth0":  # gloo's first group of ranks takes the first
         assert context.data_address("a") == "10.1.0.1"
     assert {r.status for r in found.values()} == {status}
+
+
+@pytest.mark.parametrize(("value", "status"), [("lo", PASS), ("eth0", PASS), ("ib0", FAIL)])
+def test_ranks_of_one_machine_may_meet_on_loopback(monkeypatch, value, status):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", value)
+    context = make_context(("a",), network=network())
+    context.local = True
+    assert run("NET001", context)["a"].status == status
 
 
 def test_a_name_that_only_sshs_configuration_knows(tmp_path, monkeypatch):

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 from mmldlm.preflight.check import PASS, WARN
+from mmldlm.preflight.checks.processes import processes
+from tests.support.helpers import ROOT
 from tests.support.preflight_context import make_context, run
 
 
@@ -13,6 +18,19 @@ def test_another_users_rank_is_not_to_be_killed():
         for own in (True, False)
     )
     assert "kill 7" in own.fix and "kill" not in other.fix and "ask eve" in other.fix
+
+
+def test_leftover_ranks_of_a_users_own_script_are_seen():
+    wrapper = ROOT / "mmldlm" / "launch" / "rank_wrapper.py"
+    # The wrapper as a launch starts it, without what it needs: it ends by itself at once.
+    code = "import sys; sys.stdout.write('here'); sys.stdout.flush(); sys.stdin.read()"
+    command = [sys.executable, "-c", code, str(wrapper), "an-id", "train.py"]
+    rank = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        rank.stdout.read(4)
+        assert rank.pid in [entry["pid"] for entry in processes({})]
+    finally:
+        rank.communicate()
 
 
 def test_a_build_cache_on_a_network_file_system_warns():

@@ -19,14 +19,16 @@ def probe(monkeypatch, folder, *command):
 
 def test_imports_are_found_without_running_the_script(tmp_path, monkeypatch):
     lines = ["import os, torch.nn", "from nosuchpackage import x", "from beside import y"]
-    lines += ["def f():", "    import numpy", "try:", "    import nosuchextra"]
+    lines += ["class A:", "    import numpy", "try:", "    import nosuchextra"]
     lines += ["except ImportError:", "    pass", "open('ran', 'w')"]
+    lines += ["from typing import TYPE_CHECKING", "if TYPE_CHECKING:", "    import nosuchtypes"]
+    lines += ["def f():", "    import nosuchtracker"]
     (tmp_path / "run.py").write_text("\n".join(lines))
     (tmp_path / "beside.py").write_text("y = 1")
     found = probe(monkeypatch, tmp_path, "run.py", "--lr", "1")["value"]
     assert found["path"] == str(tmp_path / "run.py") and not (tmp_path / "ran").exists()
     imports = found["imports"]
-    assert set(imports) == {"os", "torch", "nosuchpackage", "beside", "numpy"}
+    assert set(imports) == {"os", "torch", "nosuchpackage", "beside", "numpy", "typing"}
     assert imports["os"] == "" and imports["nosuchpackage"] == script.MISSING
     assert imports["torch"][0].isdigit() and imports["beside"].startswith("file ")
     (tmp_path / "beside.py").write_text("y = 2")
