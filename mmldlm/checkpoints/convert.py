@@ -425,8 +425,9 @@ def _write(
         size = planned.export.num_parameters
         write_model_card(opened, out, name, size, stored or "fp32", is_average=options.ema)
     if pending is not None:
-        copy_run(opened, pending.path, planned.world_size)
+        kept = copy_run(opened, pending.path, planned.world_size)
         pending.commit(
+            **kept,
             engine=to.replace("zero", "deepspeed ZeRO-"),
             world_size=planned.world_size,
             converted_from=opened.engine,

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mmldlm.checkpoints.files.file_io import read_json_object
-from mmldlm.checkpoints.manifest import LINKS, MANIFEST, Examination, examine, read_manifest
+from mmldlm.checkpoints.manifest import (
+    LINKS,
+    MANIFEST,
+    SKIPS,
+    Examination,
+    examine,
+    read_manifest,
+)
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error, join_some
 from mmldlm.utils.input_files import read_bytes
@@ -139,7 +146,7 @@ def is_rollback_candidate(path: Path) -> bool:
     """Return whether a rollback may use it: weights saved amid skipped steps may be what caused
     the skips.
     """
-    return not (read_manifest(path).get("consecutive_skips") or 0)
+    return not (read_manifest(path).get(SKIPS) or 0)
 
 
 def find_latest_valid(

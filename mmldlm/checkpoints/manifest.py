@@ -92,6 +92,12 @@ _DESCRIPTIONS = re.compile(r"config\.yaml|model_config\.json|tokenizer/.*")
 TENSOR_TABLE = "tensors"
 
 
+# Entry of a manifest: the figures of the evaluation at the checkpoint's step, if there was one.
+EVALUATION = "evaluation"
+# Entry of a manifest: the skipped steps before it, if any, with which no rollback may use it.
+SKIPS = "consecutive_skips"
+
+
 def tensor_table(shapes: Mapping[str, Iterable[int]]) -> dict[str, str]:
     """Return the entry TENSOR_TABLE of a manifest."""
     return {name: "x".join(map(str, shape)) for name, shape in shapes.items()}

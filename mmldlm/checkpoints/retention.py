@@ -21,11 +21,9 @@ from mmldlm.checkpoints.locate import (
     recover_interrupted_commit,
     unreadable_error,
 )
-from mmldlm.checkpoints.manifest import LINKS, examine, read_manifest
+from mmldlm.checkpoints.manifest import EVALUATION, LINKS, examine, read_manifest
 from mmldlm.utils.run_files import LAST_BEST, LATEST
 
-EVALUATION = "evaluation"
-"""Entry of a manifest: the figures of the evaluation at the checkpoint's step."""
 _HIGHER_IS_BETTER = {"accuracy", "cosine", "gain"}
 
 
@@ -115,15 +113,20 @@ def is_higher_better(figure: str) -> bool:
     return not _HIGHER_IS_BETTER.isdisjoint(figure.split("_"))
 
 
-def figure_of(checkpoint: Path, figure: str) -> float | None:
-    """Return a figure of the evaluation at a checkpoint's step; None where it is unknown or not
-    finite.
-    """
+def figures_of(checkpoint: Path) -> dict[str, float] | None:
+    """Return the figures of the evaluation at a checkpoint's step; None where there are none."""
     try:
         figures = read_manifest(checkpoint).get(EVALUATION)
     except ValueError:
         return None
-    value = figures.get(figure) if isinstance(figures, dict) else None
+    return figures if isinstance(figures, dict) else None
+
+
+def figure_of(checkpoint: Path, figure: str) -> float | None:
+    """Return a figure of the evaluation at a checkpoint's step; None where it is unknown or not
+    finite.
+    """
+    value = (figures_of(checkpoint) or {}).get(figure)
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 

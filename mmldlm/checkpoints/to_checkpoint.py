@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from mmldlm.checkpoints.files.torch_file import corrupt_file_error
 from mmldlm.checkpoints.formats import registry
@@ -14,7 +15,13 @@ from mmldlm.checkpoints.formats.ema import list_ema_files
 from mmldlm.checkpoints.formats.export_plan import DTYPE_NAMES
 from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint
-from mmldlm.checkpoints.manifest import ENGINE_FOLDER, describe_file, read_manifest
+from mmldlm.checkpoints.manifest import (
+    ENGINE_FOLDER,
+    EVALUATION,
+    SKIPS,
+    describe_file,
+    read_manifest,
+)
 from mmldlm.checkpoints.output_folder import copy_file
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import count_noun
@@ -127,10 +134,13 @@ def list_run_files(opened: OpenedCheckpoint, world: int) -> dict[str, dict[str, 
     return {name: entry for name, entry in listed.items() if is_copied(name)}
 
 
-def copy_run(opened: OpenedCheckpoint, folder: Path, world: int) -> None:
+def copy_run(opened: OpenedCheckpoint, folder: Path, world: int) -> dict[str, Any]:
     """Copy the files of list_run_files.
 
     The copies are compared with the old manifest before the new one lists them.
+
+    Returns:
+        What the old manifest says of the weights in any format, for the new one.
 
     Raises:
         UserError: a file has changed since it was saved.
@@ -144,3 +154,5 @@ def copy_run(opened: OpenedCheckpoint, folder: Path, world: int) -> None:
                 source / name,
                 "it has changed since it was saved (its CRC-32 is not the manifest's)",
             )
+    manifest = read_manifest(source)
+    return {name: manifest[name] for name in (EVALUATION, SKIPS) if name in manifest}

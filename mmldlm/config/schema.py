@@ -18,6 +18,7 @@ from mmldlm.utils.option_types import LARGEST, ONE_YEAR
 
 # Bounds of what memory, fp32 and C can hold, far above any use.
 MAX_MICRO_BATCH, MAX_ACCUMULATION, MAX_SAMPLES_PER_STEP = 1 << 20, 1 << 20, 1 << 24
+LOSS_SCALE, LOSS_SCALE_WINDOW = 65536.0, 1000  # defaults of stability.loss_scale*
 MIN_CLIP_NORM = 1e-12  # a smaller norm clips every gradient to 0 in fp32
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Step = Annotated[int, Field(ge=1)]
@@ -231,8 +232,8 @@ class StabilityConfig(Section):
     nan_to_num: bool = False
     """Replace non-finite values of a latent by the mean instead of leaving the sample out (it is
     named either way). The model then learns from a damaged sample."""
-    loss_scale: float | None = Field(None, ge=1, le=2.0**64)
-    """First loss scale of fp16; it halves on an overflow. None: 65536."""
+    loss_scale: Annotated[float | None, OnResume.IGNORE] = Field(None, ge=1, le=2.0**64)
+    """First loss scale of a new run in fp16; it halves on an overflow. None: 65536."""
     loss_scale_window: int | None = Field(None, ge=1)
     """Steps without an overflow after which the loss scale of fp16 doubles. None: 1000."""
 

@@ -98,6 +98,9 @@ def iterate_steps(
         persistent_workers=False,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=ignore_stop_signals,
+        # Each iterator would draw a seed from the generator that dropout uses, which a checkpoint
+        # holds: a resume and every evaluation, which open iterators, would change what follows.
+        generator=torch.Generator(),
     )
     # Without workers a GPU would idle while its process builds a batch; on a CPU a thread would
     # only take its core.

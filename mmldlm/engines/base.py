@@ -162,6 +162,17 @@ class Engine(Ranks, ABC):
             torch.save(values, folder / name)
         return [folder / name for name, _ in state]
 
+    def complete_optimizer_state(self, applied_steps: int) -> None:
+        """Give parameters that no step has had a gradient for the state of one without moments.
+
+        torch's optimizers make a state at the first gradient; a checkpoint without one of them
+        could not be loaded.
+        """
+        states = self.optimizer_state()
+        for owner, group in self.optimizer_groups().items() if applied_steps else ():
+            if not states.get(owner):
+                states[owner] = _fresh_state(owner, group, applied_steps)
+
     def reset_after_failed_save(self) -> None:
         """Prepare for the next checkpoint after one that a rank could not write. Collective."""
         return

@@ -21,7 +21,7 @@ from mmldlm.config.schema import Config
 from mmldlm.distributed.collectives import gather_objects
 from mmldlm.distributed.environment import pick_device, rank_environment
 from mmldlm.distributed.process_group import backend_for, start_process_group
-from mmldlm.engines.base import Autocast, Engine, compute_dtype, tied_names
+from mmldlm.engines.base import Autocast, Engine, StateReader, compute_dtype, tied_names
 from mmldlm.engines.deepspeed_config import (
     CPU_BUCKET,
     GPU_BUCKET,
@@ -198,6 +198,15 @@ class DeepSpeedEngine(Engine):
             copy_masters_to_model(self.zero_optimizer, self.stage)
 
     # -- checkpoints ------------------------------------------------------------------------------
+
+    def load(self, reader: StateReader, applied_steps: int) -> None:
+        # DeepSpeed makes views of the moments at the first step, and again only if told to: in a
+        # rollback they would keep the old moments in memory beside the new ones.
+        for parameter in self.model.parameters():
+            if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+                mapping.optim_fragment = None
+        self.zero_optimizer._hp_optimizer_states_linked = False
+        super().load(reader, applied_steps)
 
     def snapshot_state(self, folder: Path, step: int) -> Any:
         """What DeepSpeed's save_checkpoint would write: (file below folder, values).

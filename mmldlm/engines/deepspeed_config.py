@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from mmldlm.config.schema import Config
+from mmldlm.config.schema import LOSS_SCALE, LOSS_SCALE_WINDOW, Config
 from mmldlm.engines.deepspeed_allowed_keys import check_keys, check_stage
 from mmldlm.errors import UserError
 from mmldlm.utils import json_files
@@ -26,7 +26,6 @@ MAX_LIVE = 1_000_000_000
 # Default of sub_group_size in DeepSpeed, elements.
 SUB_GROUP = 1_000_000_000
 # Defaults where stability.* does not set them, as in stability/guard.py.
-LOSS_SCALE, LOSS_SCALE_WINDOW = 65536.0, 1000
 _BUCKETS = {
     1: ("reduce_bucket_size", "allgather_bucket_size"),
     2: ("reduce_bucket_size", "allgather_bucket_size"),

@@ -35,6 +35,9 @@ class TorchEngine(Engine):
         self.optimizer = build_optimizer(model, plan, config.optimizer)
         self.clip = config.optimizer.grad_clip_norm
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        # As they are now: FSDP2 puts whole ones in their place from a forward pass on, until the
+        # next backward pass.
+        self._frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
         self._accum, self._micro = config.training.grad_accum_steps, 0
         self._sync_gradients(self._accum == 1)
 
@@ -73,8 +76,7 @@ class TorchEngine(Engine):
         ]
 
     def frozen_shards(self) -> list[ParameterShard]:
-        frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
-        return [self._shard(name, parameter) for name, parameter in frozen]
+        return [self._shard(name, parameter) for name, parameter in self._frozen]
 
     @staticmethod
     def _shard(name: str, parameter: Tensor) -> ParameterShard:

@@ -8,7 +8,7 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from mmldlm.config.schema import StabilityConfig
+from mmldlm.config.schema import LOSS_SCALE, LOSS_SCALE_WINDOW, StabilityConfig
 
 
 @dataclass(frozen=True)
@@ -167,8 +167,8 @@ class BadSampleRate:
     """Fraction of bad samples in the last BAD_SAMPLE_WINDOW global batches.
 
     It is part of the checkpoint, so that a resumed run stops at the same step as an uninterrupted
-    one. A checkpoint never holds a window above the limit, because the run ends first: after the
-    data is repaired, the run can resume.
+    one. A checkpoint of a full window is never above the limit, because the run ends first: after
+    the data is repaired, the run can resume. One of a run's first MIN_BATCHES batches may be.
 
     Args:
         limit: Largest fraction of bad samples (stability.max_bad_sample_fraction).
@@ -204,7 +204,7 @@ class BadSampleRate:
         self._batches = deque(((bad, total) for bad, total in batches), maxlen=BAD_SAMPLE_WINDOW)
 
 
-INITIAL_SCALE, SCALE_WINDOW, MIN_SCALE, MAX_SCALE = 65536.0, 1000, 1.0, 2.0**24
+MIN_SCALE, MAX_SCALE = 1.0, 2.0**24
 
 
 class LossScaler:
@@ -224,8 +224,8 @@ class LossScaler:
 
     def __init__(self, config: StabilityConfig, dtype: str):
         self.is_on = dtype == "fp16"
-        self.value = (config.loss_scale or INITIAL_SCALE) if self.is_on else 1.0
-        self.window = config.loss_scale_window or SCALE_WINDOW
+        self.value = (config.loss_scale or LOSS_SCALE) if self.is_on else 1.0
+        self.window = config.loss_scale_window or LOSS_SCALE_WINDOW
         self.good_steps = 0
 
     def on_overflow(self) -> float:
@@ -253,8 +253,6 @@ class LossScaler:
         return [self.value, self.good_steps] if self.is_on else []
 
     def restore(self, state: list[float]) -> None:
-        """Restore the state of a checkpoint; one of another dtype ([]) starts from the initial
-        scale.
-        """
+        """Restore the state of a checkpoint; one of another dtype ([]) changes nothing."""
         if self.is_on and state:
             self.value, self.good_steps = float(state[0]), int(state[1])

@@ -288,13 +288,19 @@ class CheckpointSearch:
             return None
         return self._search(self._newest if resume == "auto" else lambda: _named(resume))
 
-    def find_rollback(self, below: int | None) -> Path | None:
+    def find_rollback(self, below: int | None, source: Path | None) -> Path | None:
         """Return the newest checkpoint for a rollback; None: there is none.
 
         Args:
             below: Step before which the checkpoint must be.
+            source: Checkpoint of another run, for a run that has none of its own.
         """
-        return self._search(lambda: self._latest(_warn, for_rollback=True, below=below))
+
+        def find() -> Path | None:
+            own = self._latest(_warn, for_rollback=True, below=below)
+            return own or (None if source is None else _usable(source))
+
+        return self._search(find)
 
     def _search(self, find: Callable[[], Path | None]) -> Path | None:
         if self.run.is_main:
@@ -335,6 +341,17 @@ def _named(resume: str) -> Path:
     for problem in locate.check_complete(path, with_state=True)[:1]:
         _warn(f"checkpoint {path.name} is used, its training state is complete: {problem}")
     return path
+
+
+def _usable(checkpoint: Path) -> Path | None:
+    """Return a checkpoint of another run, which may have deleted it; None: no rollback may use
+    it.
+    """
+    examination = locate.examine_with_state(checkpoint)
+    if problems := [*examination.unreadable, *examination.damaged]:
+        _warn(f"checkpoint {checkpoint} cannot be used: {problems[0]}")
+        return None
+    return checkpoint if locate.is_rollback_candidate(checkpoint) else None
 
 
 def _warn(message: str) -> None:

@@ -15,7 +15,13 @@ from typing import Any, TypeVar
 import torch
 
 from mmldlm.checkpoints import commit, locate, retention
-from mmldlm.checkpoints.manifest import ENGINE_FOLDER, is_as_saved, tensor_table
+from mmldlm.checkpoints.manifest import (
+    ENGINE_FOLDER,
+    EVALUATION,
+    SKIPS,
+    is_as_saved,
+    tensor_table,
+)
 from mmldlm.checkpoints.resume import ResumeReader, open_training_state
 from mmldlm.config.resume_compat import check_resume_config
 from mmldlm.engines.base import Engine
@@ -63,7 +69,8 @@ class Checkpointer:
         stop_requested: Function that returns whether this rank was asked to stop.
 
     Attributes:
-        saved_step: Step of the newest committed (or loaded) checkpoint.
+        saved_step: Step of the newest checkpoint of this run that was committed or loaded; None
+            where it has none yet.
     """
 
     def __init__(
@@ -79,8 +86,9 @@ class Checkpointer:
         self.config, self.state, self.folder = run.config, run.state, run.folder
         self.run_dir, self.is_main = run.folder.path, run.is_main
         self.saved_step: int | None = None
-        # Step and figures of the last evaluation in this process.
+        # Step and figures of the last evaluation, which those of the loaded checkpoint may be.
         self._evaluation: tuple[int, dict[str, float]] | None = None
+        self._has_evaluated = False
         self._heartbeat = heartbeat
         self._search = CheckpointSearch(run, engine, self._wait_with_heartbeat, stop_requested)
         self._saving: PendingSave | None = None
@@ -105,12 +113,8 @@ class Checkpointer:
     def _wait_with_heartbeat(
         self, is_running: Callable[[], bool], what: str, *may_stop: Callable[[], bool]
     ) -> None:
-        def heartbeat() -> None:
-            self._heartbeat()
-            self.folder.renew_lock()
-
         timeout = self.config.checkpoints.save_timeout
-        wait_on_all_ranks(self.engine, is_running, what, timeout, heartbeat, *may_stop)
+        wait_on_all_ranks(self.engine, is_running, what, timeout, self._heartbeat, *may_stop)
 
     # -- continuing -------------------------------------------------------------------------------
 
@@ -133,10 +137,10 @@ class Checkpointer:
         """
         is_stuck = self.state.applied_steps <= self.state.applied_at_rollback
         below = self.state.rolled_back_to if is_stuck else None
-        return self._search.find_rollback(below) or (None if is_stuck else self._source)
+        return self._search.find_rollback(below, None if is_stuck else self._source)
 
     def resume(self, checkpoint: Path) -> list[str]:
-        """Load a checkpoint at the start of a run, and move the run's own later checkpoints aside.
+        """Load a checkpoint at the start of a run. `set_aside_newer` is to follow.
 
         Returns:
             Notes for the user.
@@ -154,10 +158,10 @@ class Checkpointer:
         if not locate.is_of_run(checkpoint, self.run_dir):
             self._source = checkpoint
         notes += describe_rate_jump(checkpoint, self.config, self.state)
-        notes += self.set_aside_newer()  # with resume=auto: damaged ones
         if self.state.step >= (last := self.config.training.num_train_steps):
+            left = "only the last evaluation is left" if self.state.evaluation_left else ""
             notes.append(
-                f"nothing to do: {self.state.step} of {last} steps are done; raise"
+                f"{left or 'nothing to do'}: {self.state.step} of {last} steps are done; raise"
                 " training.num_train_steps"
             )
         return notes
@@ -173,7 +177,8 @@ class Checkpointer:
         ]
 
     def set_aside_newer(self) -> list[str]:
-        """Move the run's checkpoints of later steps aside.
+        """Move the run's checkpoints of later steps aside; with training.resume=auto those are
+        damaged ones.
 
         Returns:
             Notes for the user, on rank 0.
@@ -209,7 +214,9 @@ class Checkpointer:
                 or cannot be read.
         """
         expected = f"a readable checkpoint in {checkpoint}"
-        saved, opened = self._read_together(lambda: self._open(checkpoint), expected, _OTHER_WAYS)
+        saved, opened, evaluation = self._read_together(
+            lambda: self._open(checkpoint), expected, _OTHER_WAYS
+        )
         # Of 1,024 ranks, each would open the files of all: rank 0 does, and tells the others what
         # is where.
         shared = self.engine.share_outcome(opened, None)
@@ -224,7 +231,12 @@ class Checkpointer:
             if hasattr(self.state, name) and name not in ("versions", "data"):
                 setattr(self.state, name, value)
         self.guard.restore(self.state.guard)
-        self.saved_step = self.state.step
+        self._evaluation = None
+        # What a checkpoint of another run holds is not saved in this one.
+        if locate.is_of_run(checkpoint, self.run_dir):
+            self.saved_step = self.state.step
+            if evaluation is not None:
+                self._evaluation = self.state.step, evaluation
 
     def _read_together(self, read: Callable[[], T], expected: str, fix: str) -> T:
         """Return read(); an error on any rank is raised on all."""
@@ -240,13 +252,15 @@ class Checkpointer:
         # Damaged files raise anything.
         return self.engine.run_together(read, explain)
 
-    def _open(self, checkpoint: Path) -> tuple[dict[str, Any], bytes]:
-        """Return the training state, and on rank 0 the pickled reader of the engine's state."""
+    def _open(self, checkpoint: Path) -> tuple[dict[str, Any], bytes, dict[str, float] | None]:
+        """Return the training state; on rank 0, which writes manifests, also the pickled reader of
+        the engine's state, and the figures of the evaluation at that step, if there was one.
+        """
         saved = load_training_state(checkpoint, self.state, self.config, self.engine.world_size)
         if not self.is_main:
-            return saved, b""
+            return saved, b"", None
         with open_training_state(checkpoint / ENGINE_FOLDER) as reader:
-            return saved, pickle.dumps(reader)
+            return saved, pickle.dumps(reader), retention.figures_of(checkpoint)
 
     def _read(
         self, checkpoint: Path, reader: ResumeReader, applied_steps: int
@@ -331,7 +345,7 @@ class Checkpointer:
             saving.is_running, f"writing the checkpoint of step {saving.step}"
         )
         self._saving = None
-        skips = {"consecutive_skips": saving.consecutive_skips} if saving.consecutive_skips else {}
+        skips = {SKIPS: saving.consecutive_skips} if saving.consecutive_skips else {}
         try:
             step_dir = saving.pending.commit(
                 saving.failure,
@@ -389,8 +403,8 @@ class Checkpointer:
 
     def note_evaluation(self, figures: dict[str, float]) -> None:
         """Take the figures of the present step, for checkpoints.keep_best. Not collective."""
-        figure, is_first = self.config.checkpoints.keep_best, self._evaluation is None
-        self._evaluation = self.state.step, figures
+        figure, is_first = self.config.checkpoints.keep_best, not self._has_evaluated
+        self._evaluation, self._has_evaluated = (self.state.step, figures), True
         if is_first and figure is not None and figure not in figures:
             self.folder.warning(
                 f"no {LAST_BEST}: checkpoints.keep_best={figure} is none of the figures of an"
@@ -404,7 +418,7 @@ class Checkpointer:
         if self.config.checkpoints.keep_best is None or self._evaluation is None:
             return {}
         step, figures = self._evaluation
-        return {retention.EVALUATION: figures} if step == self.state.step else {}
+        return {EVALUATION: figures} if step == self.state.step else {}
 
     def _update_best(self, candidates: Sequence[Path]) -> None:
         figure = self.config.checkpoints.keep_best
@@ -434,6 +448,7 @@ class Checkpointer:
         """
         # begin() has made the folder, and every rank has tried to write there.
         engine, average, folder = self.engine, self.average, path / ENGINE_FOLDER
+        engine.complete_optimizer_state(self.state.applied_steps)
         state: dict[str, Any] = {"engine": engine.snapshot_state(folder, self.state.step)}
         if average is not None:
             state["average"] = average.snapshot_state()

@@ -58,6 +58,8 @@ def train(session: Session) -> None:
             state.skip_batch(num_samples=len(session.plan.batch(state.step).ids))
             session.run.folder.event("passed_over", step=state.step)
             schedule.postpone_if_due(state.step)
+            if state.step % session.config.logging.eval_freq == 0:
+                state.evaluation_left = True
             continue
 
         report = train_step(session, micro_batches, session.requests)
@@ -303,7 +305,8 @@ class SaveSchedule:
         logging, step = self.config.logging, state.step
         self.postpone_if_due(step)
         is_last = step == self.config.training.num_train_steps
-        evaluate = is_last or step % logging.eval_freq == 0
+        # Left by a step without training.
+        evaluate = is_last or step % logging.eval_freq == 0 or state.evaluation_left
         # Not amid skips: the weights may be their cause, and the checkpoint would push out a good
         # one.
         can_save = self.is_overdue and state.consecutive_skips == 0

@@ -4,8 +4,8 @@ checkpointer.py).
 RUN/.lock is held by rank 0, so that only one job at a time trains in the folder. Two jobs (the
 default logging.run_name, a requeued job next to one that was believed dead) would overwrite each
 other's logs and delete each other's checkpoints, both with exit 0. The lock names host and
-process; its mtime is renewed while the run writes its logs. On the holder's host it is free as
-soon as the process has exited. Another host watches it: it is free when it has not changed for
+process; its mtime is renewed while that process lives. On the holder's host it is free as soon as
+the process has exited. Another host watches it: it is free when it has not changed for
 STALE_AFTER seconds. Clocks of two hosts are never compared.
 """
 
@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,7 @@ from mmldlm.utils.run_files import CONFIG, EVALUATIONS, EVENTS, LAYERS, LOCK, SA
 
 # Seconds of watching without a renewal after which a holder on another host counts as dead.
 STALE_AFTER = 180.0
-RENEW_INTERVAL = 20.0  # seconds between two renewals, at least
+RENEW_INTERVAL = 20.0  # seconds between two renewals
 # Seconds for a process on this host to exit: the previous job may just have been killed.
 EXIT_GRACE = 10.0
 # Seconds for a file of rank 0 to reach the other hosts: NFS keeps what it knows of a folder for as
@@ -65,12 +66,20 @@ _FIELDS: dict[str, tuple[type, ...]] = {
 
 
 class RunLock:
-    """The lock of one run's folder, which rank 0 holds; `is_seen` is for all ranks."""
+    """The lock of one run's folder, which rank 0 holds; `is_seen` is for all ranks.
+
+    A thread renews it for as long as the process lives: one step may take longer than STALE_AFTER,
+    as may compiling, or loading a checkpoint.
+
+    Attributes:
+        is_lost: Whether another job has taken it since.
+    """
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / LOCK
+        self.is_lost = False
         self._own: dict[str, Any] | None = None
-        self._renewed = 0.0
+        self._released = threading.Event()
 
     def acquire(
         self,
@@ -151,23 +160,17 @@ class RunLock:
             " choose another logging.run_name",
         )
 
-    def renew(self) -> bool:
-        """Show that the run is alive, at most every RENEW_INTERVAL seconds; return False if
-        another job took it.
-        """
-        now = time.monotonic()
-        if self._own is None or now - self._renewed < RENEW_INTERVAL:
-            return True
-        self._renewed = now
-        try:
-            if _read(self.path) != self._own:
-                return False
-            os.utime(self.path)
-        except FileNotFoundError:
-            return False
-        except OSError:  # a transient error of the file system: the next renewal comes soon
-            pass
-        return True
+    def _renew(self, own: dict[str, Any]) -> None:
+        """Show that the run is alive, until the lock is released or another job has taken it."""
+        while not (self.is_lost or self._released.wait(RENEW_INTERVAL)):
+            try:
+                self.is_lost = _read(self.path) != own
+                if not self.is_lost:
+                    os.utime(self.path)
+            except FileNotFoundError:
+                self.is_lost = not self._released.is_set()
+            except OSError:  # a transient error of the file system: the next renewal comes soon
+                pass
 
     @property
     def started(self) -> str | None:
@@ -191,6 +194,7 @@ class RunLock:
     def release(self) -> None:
         """Release the lock if it is still this process's own. May be called twice."""
         content, self._own = self._own, None
+        self._released.set()
         atexit.unregister(self.release)
         if content is not None and content["pid"] == os.getpid():  # not by a data loader's worker
             with contextlib.suppress(OSError):
@@ -217,8 +221,9 @@ class RunLock:
         except OSError:  # a full disk: an empty lock would block the next job
             self.path.unlink(missing_ok=True)
             raise
-        self._own, self._renewed = content, time.monotonic()
+        self._own = content
         atexit.register(self.release)  # also after an error; not after SIGKILL
+        threading.Thread(target=self._renew, args=(content,), name="run_lock", daemon=True).start()
         return True
 
     def _remove(self, holder: dict[str, Any]) -> None:
@@ -444,7 +449,7 @@ class RunFolder:
     def event(self, kind: str, **values: Any) -> None:
         """Append an event."""
         if self.is_open:
-            self.renew_lock()
+            self.check_lock()
             self.write(EVENTS, {"event": kind, **values})
 
     def note(self, text: str) -> None:
@@ -486,9 +491,9 @@ class RunFolder:
 
     # -- the lock and the end ---------------------------------------------------------------------
 
-    def renew_lock(self) -> None:
-        """Show other jobs that this one is alive, on rank 0; every event does so, too."""
-        if self.is_main and not self.lock.renew() and not self._lock_lost:
+    def check_lock(self) -> None:
+        """Warn once, on rank 0, where another job has taken the lock; every event does so, too."""
+        if self.lock.is_lost and not self._lock_lost:
             self._lock_lost = True
             self.warning(
                 f"{self.lock.path} does not belong to this job any more: if another job trains"

@@ -231,7 +231,7 @@ class RunLogger:
                 else {}
             ),
         }
-        self.folder.renew_lock()
+        self.folder.check_lock()
         self.folder.write(STEPS, record)
         self.folder.show_step(record)
         self.folder.track(record)

@@ -111,7 +111,6 @@ class Session(StepContext):
         Collective.
         """
         self.heartbeat.touch()
-        self.run.folder.renew_lock()
         self.run.folder.show_evaluation(num_done, self.validation.num_batches)
         return not self.stop.agreed(self.engine)
 
@@ -263,6 +262,9 @@ def _restore_or_start(
             " training.init_from",
         )
     stop.leave_if_agreed(session.engine, "before the first step")
+    # From here on the run's folder changes.
+    if resume_from is not None:
+        notes += checkpointer.set_aside_newer()
     logger.open_logs(
         trainable, optimizer_groups, resume_from, None if resume_from is not None else init_report
     )

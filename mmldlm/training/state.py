@@ -36,8 +36,8 @@ class TrainingState:
         applied_at_rollback: Value of applied_steps in that checkpoint.
         passed_over: [first, end) steps, counted from 0, whose batches are excluded.
         guard: State of the guard's windows.
-        evaluation_left: Whether a stop signal ended or preceded the evaluation of this step; a
-            resumed run repeats it.
+        evaluation_left: Whether a stop signal ended or preceded the evaluation of this step, which
+            a resumed run repeats, or it was due at an excluded batch.
         plan: Version of the batch plan.
         data: RunData.fingerprint().
         versions: Packages that wrote the checkpoint.

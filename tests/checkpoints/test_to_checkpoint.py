@@ -302,6 +302,10 @@ def test_torchs_optimizer_loads_our_file(zero_dir, tmp_path, case):
 # -- checkpoints of mmldlm ------------------------------------------------------------------------
 
 
+# What a manifest says of the weights in any format: their figures, and that skips came before.
+KEPT = {"evaluation": {"l2t_nelbo": 2.5}, "consecutive_skips": 3}
+
+
 def run_of(run_dir: Path, engine_folder: Path, state: dict) -> Path:
     """A run with one committed checkpoint, as mmldlm writes it around an engine's files."""
     pending = begin(run_dir, 7)
@@ -311,7 +315,7 @@ def run_of(run_dir: Path, engine_folder: Path, state: dict) -> Path:
     (pending.path / "tokenizer" / "tokenizer.json").write_text("{}")
     for rank in range(2):
         (pending.path / f"rng_state_rank{rank}.pt").write_bytes(bytes([rank]))
-    pending.commit(engine="somebody", world_size=2)
+    pending.commit(engine="somebody", world_size=2, **KEPT)
     return run_dir
 
 
@@ -322,6 +326,7 @@ def test_a_run_stays_a_run(fsdp_dir, tmp_path):
     assert folder == locate_checkpoint(tmp_path / "out") and folder.name == "step_00000007"
     manifest = json.loads((folder / "manifest.json").read_text())
     assert (manifest["engine"], manifest["world_size"]) == ("deepspeed ZeRO-3", 1)
+    assert {name: manifest[name] for name in KEPT} == KEPT
     assert (folder / "tokenizer" / "tokenizer.json").is_file() and (
         folder / "rng_state_rank0.pt"
     ).is_file()

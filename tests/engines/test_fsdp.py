@@ -33,12 +33,14 @@ def test_a_full_disk_is_an_ordinary_error_that_names_rank_and_cause(tmp_path, mo
 
 def test_nothing_whole_stays_on_a_rank(store, tmp_path):
     """Neither the parameters of before, nor, with engine.shard_gradients, gradients that
-    accumulate; the losses are the same.
+    accumulate; the losses are the same. After an evaluation frozen weights are known as shards.
     """
     script = ROOT / "tests" / "support" / "fsdp_worker.py"
     done = run_ranks(2, script, str(store), str(tmp_path))
     assert done.returncode == 0, done.stdout[-3000:]
     runs = json.loads((tmp_path / "runs.json").read_text())
+    before, after = runs.pop("frozen")
+    assert before and before == after
     assert [run["kept"] for run in runs.values()] == [0, 0]
     assert runs["whole"]["unsharded"] > 0 and runs["sharded"]["unsharded"] == 0
     assert runs["sharded"]["losses"] == pytest.approx(runs["whole"]["losses"], rel=1e-6)

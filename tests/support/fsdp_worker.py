@@ -95,12 +95,36 @@ def unsharded_gradients(module: torch.nn.Module) -> int:
     return sum(gradient.numel() for gradient in gradients)
 
 
+def frozen_shards_before_and_after_an_evaluation(store: str, folder: str) -> list[list[int]]:
+    """Return the elements of this rank's frozen shards before and after a forward pass without a
+    backward pass, after which FSDP2 leaves the root whole; l2t freezes the latent head, which is
+    in it.
+    """
+    words = [
+        f"data.latent_data_root={store}",
+        f"logging.save_dir={folder}",
+        "logging.run_name=frozen",
+        "logging.plot=false",
+        "logging.eval_samples=0",
+        "engine.kind=fsdp",
+        "training.loss_type=l2t",
+        "training.train_batch_size=4",
+    ]
+    config = load_config("tiny", None, words)
+    with open_session(check_run(config, 2), StopSignal()) as session:
+        found = [[shard.count for shard in session.engine.frozen_shards()]]
+        session.validation.run()
+        found.append([shard.count for shard in session.engine.frozen_shards()])
+    return found
+
+
 def main() -> None:
     store, folder = sys.argv[1:]
-    runs = {
+    runs: dict = {
         name: observed_run(store, folder, name, shards)
         for name, shards in (("whole", False), ("sharded", True))
     }
+    runs["frozen"] = frozen_shards_before_and_after_an_evaluation(store, folder)
     if os.environ["RANK"] == "0":
         Path(folder, "runs.json").write_text(json.dumps(runs), encoding="utf-8")
     leave_process_group()

@@ -17,10 +17,13 @@ from mmldlm.checkpoints import commit, locate
 from mmldlm.checkpoints.init_from import init_weights
 from mmldlm.checkpoints.manifest import MANIFEST, describe_file
 from mmldlm.distributed.collectives import Ranks
+from mmldlm.errors import Interrupted
 from mmldlm.tasks.registry import load_config
 from mmldlm.tasks.translation.data import open_data
 from mmldlm.tasks.translation.task import TranslationTask
 from mmldlm.train import main
+from mmldlm.training.checkpointer import Checkpointer
+from mmldlm.training.signals import StopSignal
 from tests.support.helpers import read_log, train_words
 
 pytestmark = pytest.mark.long
@@ -381,6 +384,24 @@ def test_bad_weights_behind_excluded_steps_are_not_saved(store, tmp_path, monkey
     assert locate.read_link(tmp_path / "run").name == "step_00000004"
 
 
+def test_an_evaluation_due_at_an_excluded_step_follows_the_next(store, tmp_path, monkeypatch):
+    from mmldlm.data import loader
+
+    make = loader.MicroBatches.__getitem__
+
+    def poisoned(self, item):
+        batch = make(self, item)
+        if self.plan.shuffle and item == 5:
+            batch.latents[:, 0] = float("nan")
+        return batch
+
+    monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)
+    more = ["training.num_train_steps=9", "stability.max_consecutive_skips=1"]
+    assert main(words(store, tmp_path, *more, "logging.eval_freq=6")) == 0
+    assert [event["step"] for event in events(tmp_path, "passed_over")] == [6]
+    assert [record["step"] for record in read_log(tmp_path, "run", "eval_log.jsonl")] == [7, 9]
+
+
 def test_a_failed_last_save_is_not_hidden_by_an_old_folder(store, copy, monkeypatch, capsys):
     from mmldlm.engines import base
     from mmldlm.training import checkpointer
@@ -513,6 +534,57 @@ def test_a_rollback_before_the_first_save_uses_the_source(store, done, tmp_path,
     assert steps_of(tmp_path) == [6, 14]
 
 
+def test_a_rollback_to_a_source_that_is_gone_ends_the_run(
+    store, done, tmp_path, monkeypatch, capsys
+):
+    wreck(monkeypatch, at=1)
+    source = tmp_path / "other" / "checkpoints" / "step_00000006"
+    shutil.copytree(done / "run" / "checkpoints" / "step_00000006", source)
+    find_rollback = Checkpointer.find_rollback
+
+    def pruned(self):
+        shutil.rmtree(source)  # by the run that it belongs to
+        return find_rollback(self)
+
+    monkeypatch.setattr(Checkpointer, "find_rollback", pruned)
+    more = ["logging.save_freq=100", "stability.max_consecutive_skips=3"]
+    resume = f"training.resume={source}"
+    assert main(words(store, tmp_path, "training.num_train_steps=14", *more, resume)) == 4
+    said = capsys.readouterr()
+    assert "cannot be used" in said.out and "No checkpoint was saved yet" in said.err
+
+
+def test_a_run_that_continues_another_has_checkpoints_when_it_ends(store, done, tmp_path, capsys):
+    """`training.resume=auto`, which its messages name, would start from scratch without one."""
+    source = done / "run" / "checkpoints" / "step_00000006"
+    more = [f"training.resume={source}", "logging.save_freq=100"]
+    assert main(words(store, tmp_path, "training.num_train_steps=6", *more, name="done")) == 0
+    assert [step for step, _ in locate.list_checkpoints(tmp_path / "done")] == [6]
+    # One that cannot be saved says that nothing was.
+    worse = ["optimizer.lr=1e20", "optimizer.grad_clip_norm=null", "stability.max_rollbacks=0"]
+    worse += ["stability.max_consecutive_skips=3", "training.num_train_steps=14"]
+    assert main(words(store, tmp_path, *worse, *more)) == 4
+    said = capsys.readouterr().err
+    assert "No checkpoint was saved yet" in said and "then start again" in said
+
+
+def test_a_stop_before_the_first_step_moves_no_checkpoint(store, copy, monkeypatch):
+    leave = StopSignal.leave_if_agreed
+    calls = []
+
+    def stopped_while_loading(self, ranks, when):
+        calls.append(when)
+        if len(calls) == 2:
+            raise Interrupted("stopped")
+        leave(self, ranks, when)
+
+    monkeypatch.setattr(StopSignal, "leave_if_agreed", stopped_while_loading)
+    source = copy / "run" / "checkpoints" / "step_00000002"
+    assert main(words(store, copy, f"training.resume={source}")) == 5
+    assert len(calls) == 2 and steps_of(copy) == [2, 4, 6]
+    assert locate.read_link(copy / "run").name == "step_00000006"
+
+
 def test_a_folder_that_cannot_be_cleared_stops_no_later_save(tmp_path, monkeypatch):
     """NFS keeps files that some process has open."""
     stale = tmp_path / "checkpoints" / ".partial_step_00000003"
@@ -586,3 +658,48 @@ def test_last_best_outlives_worse_steps_and_a_resume(store, tmp_path):
     sample = ["sample", "unconditional", "--num-samples", "1", "--num-steps", "2"]
     sample += ["--checkpoint", str(run / "last_best"), "--output-dir", str(tmp_path / "texts")]
     assert command(sample) == 0
+
+
+def test_a_rollback_keeps_the_figures_of_the_best_checkpoint(store, tmp_path, monkeypatch):
+    """Saved again by the process that has rolled back, which has not evaluated it."""
+    from mmldlm.data import loader
+
+    more = ["logging.save_freq=4", "logging.eval_freq=4", "checkpoints.keep_best=l2t_nelbo"]
+    more += ["checkpoints.keep_last=1", "logging.eval_samples=0", "training.resume=auto"]
+    assert main(words(store, tmp_path, *more, "training.num_train_steps=4")) == 0
+    best = tmp_path / "run" / "checkpoints" / "step_00000004"
+    evaluation = json.loads((best / MANIFEST).read_text())["evaluation"]
+    make = loader.MicroBatches.__getitem__
+
+    def poisoned(self, item):
+        batch = make(self, item)
+        if self.plan.shuffle and item == 5:
+            batch.latents[:, 0] = float("nan")
+        return batch
+
+    monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)
+    # A rate that ruins the weights, so that no later checkpoint is better.
+    worse = ["optimizer.lr=1", "stability.max_consecutive_skips=1", "training.num_train_steps=12"]
+    assert main(words(store, tmp_path, *more, *worse)) == 0
+    (rollback,) = events(tmp_path, "rollback")
+    assert rollback["to_step"] == 4
+    figures = {r["step"]: r["l2t_nelbo"] for r in read_log(tmp_path, "run", "eval_log.jsonl")}
+    assert min(figures, key=figures.__getitem__) == 4
+    assert json.loads((best / MANIFEST).read_text())["evaluation"] == evaluation
+    assert (tmp_path / "run" / "last_best").resolve() == best
+
+
+def test_a_parameter_without_a_gradient_costs_no_checkpoint(store, tmp_path, monkeypatch):
+    """torch's optimizers keep no state of it, and readers refuse gaps."""
+    build_model = TranslationTask.build_model
+
+    def with_unused(self, data):
+        model = build_model(self, data)
+        model.unused = torch.nn.Parameter(torch.ones(3))
+        return model
+
+    monkeypatch.setattr(TranslationTask, "build_model", with_unused)
+    for steps in (4, 6):
+        more = [f"training.num_train_steps={steps}", "training.resume=auto"]
+        assert main(words(store, tmp_path, *more)) == 0
+    assert [event["source"][-1] for event in events(tmp_path, "resume")] == ["4"]

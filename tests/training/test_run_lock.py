@@ -148,18 +148,34 @@ def test_a_requeued_slurm_job_takes_its_own_lock_over_at_once(tmp_path, monkeypa
     assert "restarted the job" in acquire(tmp_path)[1][0]
 
 
-def test_renewing_keeps_it_fresh_and_sees_that_it_was_taken(tmp_path, monkeypatch):
+def test_it_is_renewed_while_the_process_is_busy_until_another_job_takes_it(tmp_path, monkeypatch):
+    """In a step that takes longer than a dead holder is waited for, nothing else would."""
+    monkeypatch.setattr(run_folder, "RENEW_INTERVAL", 0.05)
     lock, _ = acquire(tmp_path)
-    os.utime(tmp_path / LOCK, (0, 0))
-    assert lock.renew() and (tmp_path / LOCK).stat().st_mtime == 0, (
-        "not oftener than every so many seconds"
-    )
-    monkeypatch.setattr(run_folder, "RENEW_INTERVAL", 0.0)
-    assert lock.renew() and time.time() - (tmp_path / LOCK).stat().st_mtime < 60
+    path = tmp_path / LOCK
+    os.utime(path, (0, 0))
+    wait_until(lambda: path.stat().st_mtime > 0)
+    assert not lock.is_lost
     rewrite(tmp_path, **OTHER)
-    assert not lock.renew()
+    wait_until(lambda: lock.is_lost)
+    os.utime(path, (0, 0))
     lock.release()
-    assert (tmp_path / LOCK).exists()
+    assert path.stat().st_mtime == 0
+
+
+def test_a_released_lock_is_not_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_folder, "RENEW_INTERVAL", 0.001)
+    for _ in range(50):
+        lock, _ = acquire(tmp_path)
+        lock.release()
+        assert not (tmp_path / LOCK).exists() and not lock.is_lost
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_a_job_that_waited_does_not_overwrite_the_other(store, tmp_path, monkeypatch, capsys):

@@ -220,7 +220,10 @@ def test_epochs_and_seeds_differ():
 
 def test_iteration_from_the_middle_and_with_workers():
     straight = [b[0].latents for b in iterate_steps(dataset(), 0, 12)]
+    before = torch.get_rng_state()
     resumed = [b[0].latents for b in iterate_steps(dataset(), 7, 12)]
+    # Of dropout: a checkpoint holds it, and a resume opens an iterator.
+    assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(x, y) for x, y in zip(straight[7:], resumed, strict=True))
     workers = [b[0].latents for b in iterate_steps(dataset(), 7, 12, num_workers=2)]
     assert all(torch.equal(x, y) for x, y in zip(resumed, workers, strict=True))
