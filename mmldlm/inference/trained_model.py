@@ -192,7 +192,7 @@ class TrainedModel:
             options: Options of `mmldlm sample t2i`.
 
         Returns:
-            uint8 [N, S, S, C], of one caption without N.
+            uint8 [N, S, S, C], of one image of one caption without N.
 
         Raises:
             UserError: captions that the model cannot read, options that do not fit together or to
@@ -201,7 +201,8 @@ class TrainedModel:
         given = dict(text=_text_list(captions), **options)
         found = self.sample("t2i", seed=seed, show_progress_bar=show_progress_bar, **given)
         assert found.images is not None
-        return found.images[0] if isinstance(captions, str) else found.images
+        is_one = isinstance(captions, str) and len(found.images) == 1
+        return found.images[0] if is_one else found.images
 
     def sample(
         self, kind: str, *, seed: int = 0, show_progress_bar: bool = False, **options: Any

@@ -55,8 +55,8 @@ class DrawSettings(Settings):
 
     temperature: float | None = option(
         None,
-        "0 takes the most probable token (default: 0 for samplers by certainty, or 1 if an"
-        " embedding is used several times; 1 for the others)",
+        "0 takes the most probable token (default: 0 for samplers by certainty, or 1 for"
+        " several samples of one embedding or caption, or without any; 1 for the others)",
         float,
         low=0,
         group=OF_DRAWS,

@@ -360,7 +360,8 @@ def test_unconditional_writes_pairs(checkpoint, tmp_path, way, sampler):
         "--sampler",
         sampler,
     )
-    assert np.isfinite(np.load(out / "latents.npy")).all()
+    norms = np.linalg.norm(np.load(out / "latents.npy"), axis=1)
+    np.testing.assert_allclose(norms, 1, atol=1e-5)
     records = lines(out)
     assert len(records) == 6 and {record["way"] for record in records} == {way}
     assert not any(
