@@ -358,6 +358,13 @@ class TranslationConfig(Config):
     @model_validator(mode="after")
     def _latent_head_fits_prediction(self) -> TranslationConfig:
         prediction, model = self.latent_diffusion.prediction, self.model
+        # At t = 1 these hold the noise itself; v is then the latent alone.
+        if model.scale_noisy_latents and prediction in ("epsilon", "flow", "x0_epsilon"):
+            raise ValueError(
+                "model.scale_noisy_latents=true does not go with"
+                f" latent_diffusion.prediction={prediction}: the model would not read the noise"
+                " that it is to predict"
+            )
         if prediction != "x0_epsilon":
             if model.latent_predictions != 1:
                 raise ValueError(
@@ -365,12 +372,6 @@ class TranslationConfig(Config):
                     f" latent_diffusion.prediction=x0_epsilon (it is {prediction}): drop it"
                 )
             return self
-        if model.scale_noisy_latents:
-            raise ValueError(
-                "model.scale_noisy_latents=true does not go with"
-                " latent_diffusion.prediction=x0_epsilon: the model would not read the noise that"
-                " it is to predict"
-            )
         # An assignment validates once more, so only a changed value is assigned.
         if model.latent_predictions != 2:
             model.latent_predictions = 2
