@@ -32,6 +32,8 @@ from mmldlm.utils.settings import Option
 
 # Arguments that MTEB gives to every encoder; a model that takes no prompts has no use for them.
 _OF_MTEB = ("task_name", "task_metadata", "hf_split", "hf_subset", "prompt_type")
+# float8 types are stored, but not computed with.
+_DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BATCH_SIZE = Option("texts of full length in a pass", int, 1)
 
 
@@ -50,8 +52,9 @@ class TrainedModel:
         encoder_dir: str | None = None,
         revision: str | None = None,
     ):
-        if not isinstance(dtype, torch.dtype | None) or dtype and not dtype.is_floating_point:
-            raise UserError("dtype: a float type of torch", repr(dtype), "give torch.bfloat16")
+        if dtype not in _DTYPES:
+            known = ", ".join(str(one) for one in _DTYPES[1:])
+            raise UserError(f"dtype: one of {known}", repr(dtype), "give torch.bfloat16")
         self.pretrained = load_pretrained(
             path, usable_device(device), dtype or torch.float32, revision
         )

@@ -255,7 +255,8 @@ def _correct(denoise: _Denoiser, tokens: Tensor, rows: list[int], seed: int) -> 
     num_rows = 0
     denoise.temperature, denoise.top_p = 1.0, 1.0
     for k in range(CORRECTION_ROUNDS):
-        logits.view(-1, logits.shape[-1])[positions] = denoise(tokens, CORRECTION_TIME, positions)
+        found = denoise(tokens, CORRECTION_TIME, positions)
+        logits.view(-1, logits.shape[-1])[positions] = found.float()
         num_rows += denoise.cost
         numbers = uniform[:, k, :width].to(tokens.device)
         corrected, changed, agreement = self_correct(

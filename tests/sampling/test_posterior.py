@@ -103,6 +103,10 @@ def test_without_latents_and_with_self_correction():
     )
     assert [len(text) for text in plain.tokens] == [len(text) for text in corrected.tokens]
     assert corrected.num_rows > plain.num_rows
+    # The weights are what they were, in fp64, which torch does not mix with fp32.
+    sample_by_posterior(
+        model.double(), None, PROCESSES["gidd"], num_samples=4, num_steps=5, corrects=True
+    )
     assert all(token not in (MASK, PAD, EOS) for text in corrected.tokens for token in text)
 
 
