@@ -132,7 +132,8 @@ def write_from_latents(
         options = drawn_if_repeated(options)
     penalty = options.presence_penalty
     if penalty is None:
-        penalty = PRESENCE_PENALTY if options.sampler in BY_CERTAINTY else 0.0
+        is_greedy = options.sampler in BY_CERTAINTY and not options.temperature
+        penalty = PRESENCE_PENALTY if is_greedy else 0.0
     options = dataclasses.replace(options, presence_penalty=penalty)
     condition, found_texts = torch.from_numpy(latents[source]), None
     if options.way is None:

@@ -23,6 +23,7 @@ from mmldlm.sampling.settings import (
     DrawSettings,
     ScheduledSettings,
     ThresholdSettings,
+    check_nucleus,
 )
 from mmldlm.utils.settings import Settings, options_of
 
@@ -63,7 +64,8 @@ class TextStrategy(ABC):
         passes: Passes that filled something of each text. [B] int64
 
     Raises:
-        UserError: an option that the sampler does not read, or a value out of range.
+        UserError: an option that the sampler does not read, a value out of range, or a nucleus of
+            draws at temperature 0.
     """
 
     settings_class: ClassVar[type[Settings]]
@@ -88,6 +90,7 @@ class TextStrategy(ABC):
         self.temperature = (
             self.default_temperature if draw.temperature is None else draw.temperature
         )
+        check_nucleus(self.temperature, draw.top_p)
         lengths, width = state.lengths, state.tokens.shape[1]
         self.uniform = uniform[:, :, :width].to(lengths.device)
         self.token_uniform = self.uniform[:, 1].reshape(-1)

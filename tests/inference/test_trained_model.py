@@ -208,6 +208,7 @@ def test_progress_is_shown_where_it_is_asked_for(model, capsys):
         (lambda model: model.decode(np.ones((1, 6)), guidance=2.0, distinct=True), "--guidance"),
         (lambda model: model.encode(TEXTS, device=0.5), "0.5"),
         (lambda model: model.decode(np.ones((1, 6)), seed=1.5), "1.5"),
+        (lambda model: model.decode(np.ones((1, 6)), top_p=0.5), "--top-p 0.5"),
         (lambda model: model.decode(np.ones((1, 6)), trace="page.html"), "trace"),
         (lambda model: model.sample("t2l", text="word1"), "'word1'"),
         (lambda model: model.sample("l2l"), "l2l"),

@@ -9,7 +9,7 @@ import torch
 
 from mmldlm.diffusion.gidd import GiddProcess
 from mmldlm.diffusion.hdlm import HierarchicalProcess
-from mmldlm.errors import MmldlmError
+from mmldlm.errors import MmldlmError, UserError
 from mmldlm.models.plain import PlainTransformer
 from mmldlm.sampling.posterior import sample_by_posterior
 from mmldlm.tasks.registry import build_config
@@ -88,6 +88,8 @@ def test_options_of_the_draws():
         model, latents, PROCESSES["gidd"], top_p=1e-6, num_steps=1, lengths=options["lengths"]
     )
     assert first == second == nucleus.tokens
+    with pytest.raises(UserError, match="--top-p"):
+        sample_by_posterior(model, latents, PROCESSES["gidd"], top_p=0.5, **greedy)
     steps = []
     sample_by_posterior(
         model, latents, PROCESSES["gidd"], progress=lambda *done: steps.append(done), **options
