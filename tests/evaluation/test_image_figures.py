@@ -15,7 +15,9 @@ from mmldlm.evaluation.image_figures import (
     ranks,
     seam_ratio,
 )
+from mmldlm.evaluation.image_report import ImageReport
 from mmldlm.evaluation.images import copy_estimates
+from mmldlm.evaluation.statistics import Estimate
 
 
 def random_images(count, size=8, seed=0):
@@ -136,3 +138,15 @@ def test_copies_are_told_from_images_one_gray_level_off():
     assert copies["identical_copies"].value == 1 and copies["copy_ratio"].value == 0
     assert others["identical_copies"].value == 0
     assert others["copy_ratio"].value == pytest.approx(1 / 127.5 / 128, rel=1e-3)
+
+
+def test_a_report_of_images_made_without_guidance_judges_them():
+    share = Estimate(0.75, 0.01, "share", 8)
+    conditions = {"num_images": 8, "guidance": 1.0, "num_control_images": 2, "notes": []}
+    controls = {"untrained": {}, "untrained_random_gates": {}}
+    arms = {"model": {}, "guidance_1": {"recall_at_5": share}}
+    report = ImageReport(conditions, arms | controls, [])
+    assert "75% of the images made from captions" in report.verdict
+    assert "t2i_recall_at_5" in report.claims[0].values()
+    (table,) = report.tables()
+    assert [heading for heading, _ in table.columns] == ["guidance 1", "untrained"]
