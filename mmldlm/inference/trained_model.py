@@ -81,6 +81,7 @@ class TrainedModel:
             UserError: embeddings of another shape, not finite or zero, or options that do not fit
                 together or to the model.
         """
+        # A text here is no path.
         given = dict(latent_file=_as_array(embeddings), **options)
         return _texts(self.sample("l2t", seed=seed, show_progress_bar=show_progress_bar, **given))
 
@@ -215,11 +216,14 @@ class TrainedModel:
         Args:
             kind: l2t, t2l or unconditional; of a model of images i2t, t2i or joint.
             seed, show_progress_bar: See `decode`.
-            options: Options of `mmldlm sample KIND`.
+            options: Options of `mmldlm sample KIND`; `latent_file` may be what `decode` takes.
 
         Raises:
             UserError: options that do not fit together, to the kind, the model or its task.
         """
+        latents = options.get("latent_file")
+        if latents is not None and not isinstance(latents, (str, Path)):
+            options["latent_file"] = _as_array(latents)
         with _progress(show_progress_bar) as progress, encoder_dir(self._encoder_dir):
             return sample(self.pretrained, kind, options, seed, progress)
 

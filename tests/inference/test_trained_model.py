@@ -88,6 +88,8 @@ def test_embeddings_come_in_any_form(model, embeddings):
     wide = np.repeat(embeddings, 2, axis=1)[:, ::2]
     for form in (rows, wide, np.asfortranarray(embeddings), embeddings.astype(">f8")):
         assert model.decode(form, num_steps=3) == expected
+        samples = model.sample("l2t", latent_file=form, num_steps=3)
+        assert [record["text"] for record in samples.records] == expected
     half = [row.bfloat16() for row in rows]
     assert model.decode(half, num_steps=3) == model.decode(torch.stack(half), num_steps=3)
 
@@ -212,6 +214,7 @@ def test_progress_is_shown_where_it_is_asked_for(model, capsys):
         (lambda model: model.decode(np.ones((1, 6)), trace="page.html"), "trace"),
         (lambda model: model.sample("t2l", text="word1"), "'word1'"),
         (lambda model: model.sample("l2l"), "l2l"),
+        (lambda model: model.sample("l2t", latent_file=3), "int64"),
         (lambda model: model.caption(["a.png"]), "task=translation"),
         (lambda model: model.draw("word1"), "task=translation"),
     ],
