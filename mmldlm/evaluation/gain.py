@@ -46,7 +46,7 @@ from mmldlm.inference.inputs import (
     reason_without_encoder,
 )
 from mmldlm.inference.search import open_judge, run_search
-from mmldlm.sampling.judge import Judge, cosines
+from mmldlm.sampling.judge import Judge
 from mmldlm.sampling.latents import steps_given_text
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.formatting import count_noun
@@ -344,13 +344,15 @@ def add_search(
     )
     scorer = Scorer(pretrained, sentences, "bleu" in found.conditions, settings.seed)
     scores, before = scorer.overlap(texts.tokens), scorer.overlap(written)
-    cosine_before = cosines(judge.embed(written), sentences.latents)
-    cosine = {"judge_cosine": mean(texts.cosine, "cosine")}
+    cosine_before = metrics.cosine_similarity(judge.embed(written), sentences.latents)
+    # A text without an embedding, which the search ranks last by -1, scores 0 as above.
+    cosine_after = np.where(texts.cosine == -1, 0.0, texts.cosine)
+    cosine = {"judge_cosine": mean(cosine_after, "cosine")}
     found.arms[SEARCH] = scorer.estimates(scores) | cosine
     found.arms.setdefault("model", {})["judge_cosine"] = mean(cosine_before, "cosine")
     change = differences(scores, before, settings.seed)
     change["judge_cosine"] = paired_bootstrap(
-        texts.cosine, cosine_before, settings.seed, unit="cosine"
+        cosine_after, cosine_before, settings.seed, unit="cosine"
     )
     found.differences[f"{SEARCH}_minus_model"] = change
     found.conditions[SEARCH] = {

@@ -164,7 +164,8 @@ ROWS = (
         "norm_ratio",
         "t2l norm, made / true",
         3,
-        "Length of the made embedding as a vector over that of the encoder's. 1 is right.",
+        "Length of the made embedding as a vector over that of the encoder's. 1 is right. Of an"
+        " encoder of unit vectors `sample t2l` returns it normalized; here it is as it was made.",
     ),
 )
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mmldlm.data.codebook import nearest_codes
 from mmldlm.data.image_codec import ImageCodec
 from mmldlm.data.store import Store
 from mmldlm.evaluation import metrics
@@ -157,29 +158,27 @@ def nearest(
     images: np.ndarray, blocks: Iterable[tuple[int, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the row of the nearest image of the blocks [N] int64, and the root mean square
-    distance to it [N] fp64.
+    distance of their pixels in -1 .. 1 [N] fp64, 0 for equal images alone.
 
     Args:
         images: [N, S, S, C] uint8.
         blocks: (first row, [n, S, S, C] uint8) of the training split.
     """
-    queries = as_vectors(images)
-    best, rows = np.full(len(queries), np.inf), np.zeros(len(queries), dtype=np.int64)
+    queries = images.reshape(len(images), -1)
+    best = np.full(len(queries), np.iinfo(np.int64).max)
+    rows = np.zeros(len(queries), dtype=np.int64)
     for first, block in blocks:
-        keys = as_vectors(block)
-        squares = (queries**2).sum(1)[:, None] - 2 * queries @ keys.T + (keys**2).sum(1)[None]
-        index = squares.argmin(1)
-        value = squares[np.arange(len(squares)), index]
-        rows = np.where(value < best, first + index, rows)
-        best = np.minimum(best, value)
-    return rows, np.sqrt(np.maximum(best, 0) / queries.shape[1])
+        index, squares = nearest_codes(queries, block.reshape(len(block), -1))
+        rows = np.where(squares < best, first + index, rows)
+        best = np.minimum(best, squares)
+    return rows, np.sqrt(best / queries.shape[1]) / 127.5
 
 
 MAX_COMPARED = 200_000
 """Training images compared, spread over the split; it bounds the time, blocks bound the memory."""
 MAX_DECODED = 2_000
 """The same where an autoencoder must make them, several times in an evaluation."""
-_BLOCK_BYTES = 1 << 27
+_BLOCK_BYTES = 1 << 26
 
 
 class TrainingImages:

@@ -40,7 +40,8 @@ def x0_errors(
     seed: int,
     progress: ProgressCallback | None = None,
 ) -> dict[tuple[float, str], np.ndarray]:
-    """Return the squared error per dimension, in model space, of (t, arm of ARMS): [N] fp64.
+    """Return the squared error per dimension, in model space, of (t, arm of ARMS): [N] fp64; for
+    the t of TIMESTEPS at which the process estimates x0 (`sampling_start`).
 
     All arms of an image share its noise, so that their differences are paired.
 
@@ -50,13 +51,14 @@ def x0_errors(
     """
     model, device = pretrained.model, device_of(pretrained.model)
     count, shape = len(sentences), sentences.latents.shape[1:]
-    found = {(t, arm): np.zeros(count) for t in TIMESTEPS for arm in ARMS}
+    timesteps = [t for t in TIMESTEPS if t <= pretrained.latent_diffusion.sampling_start]
+    found = {(t, arm): np.zeros(count) for t in timesteps for arm in ARMS}
     for start in range(0, count, _ROWS):
         rows = np.arange(start, min(start + _ROWS, count))
         clean = model.scale_latents(torch.from_numpy(sentences.latents[rows]).to(device))
         noise = normals(seed, Stream.X0_ERROR, rows.tolist(), (draws, *shape)).to(device)
         captions = _captions(model, sentences, rows)
-        for t in TIMESTEPS:
+        for t in timesteps:
             for draw in range(draws):
                 for arm in ARMS:
                     error = _error(pretrained, captions[arm], clean, noise[:, draw], t)
@@ -98,9 +100,9 @@ def _error(
 
 
 def x0_estimates(errors: dict[tuple[float, str], np.ndarray]) -> dict[str, Estimate]:
-    """Return error and paired gains of the right caption at every t."""
+    """Return error and paired gains of the right caption at every t of `x0_errors`."""
     unit, found = "squared error", {}
-    for t in TIMESTEPS:
+    for t in dict.fromkeys(t for t, _ in errors):
         name = f"x0_error_t{round(100 * t)}"
         right = errors[t, "right"]
         found |= {f"{name}_{arm}": mean(errors[t, arm], unit) for arm in ARMS}

@@ -241,9 +241,14 @@ class ImageReport(Report):
     pictures: dict[str, np.ndarray] = field(default_factory=dict)
 
     @property
+    def _made(self) -> dict[str, Estimate]:
+        """The figures of made images that claims are about: with guidance, if it was measured."""
+        return self.arms.get("guidance_2") or self.arms.get("guidance_1", {})
+
+    @property
     def claims(self) -> list[dict[str, Any]]:
         """The claims that apply to this model's modes."""
-        model, made, claims = self.arms["model"], self.arms.get("guidance_2", {}), []
+        model, made, claims = self.arms["model"], self._made, []
         for source, key, name, op, bound in (
             (model, "gain_null", "i2t_gain_null_nats", ">=", 0.8),
             (model, "f1_gap", "i2t_f1_right_minus_shuffled", ">=", 0.30),
@@ -259,7 +264,7 @@ class ImageReport(Report):
     @property
     def verdict(self) -> str:
         """Whether the model uses images and captions."""
-        model, made = self.arms["model"], self.arms.get("guidance_2", {})
+        model, made = self.arms["model"], self._made
         found = []
         if "gain_shuffled" in model:
             found.append(gain_verdict(model["gain_shuffled"], "image", "another image"))
@@ -300,7 +305,9 @@ class ImageReport(Report):
                 heading=title[0].upper() + title[1:],
                 caption="\N{PLUS-MINUS SIGN} is one standard error over images.",
                 rows=measured_rows(rows, self.arms.get(columns[0][0], {}).__contains__),
-                columns=[(heading, self.arms.get(arm, {})) for arm, heading in columns],
+                columns=[
+                    (heading, self.arms[arm]) for arm, heading in columns if arm in self.arms
+                ],
                 min_width=len("-0.0001 +- 0.0001"),
             )
             for title, rows, columns in found

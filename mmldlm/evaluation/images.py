@@ -333,6 +333,6 @@ def copy_estimates(
     typical = max(float(real_distances.mean()), 1e-12)
     return {
         "copy_ratio": mean(distances / typical, "made / real"),
-        "identical_copies": proportion(distances < 1e-4, "share"),
+        "identical_copies": proportion(distances == 0, "share"),
         "nearest_training_f1_gap": mean(right - shuffled, "share"),
     }

@@ -13,11 +13,11 @@ import numpy as np
 
 from mmldlm.errors import UserError
 from mmldlm.evaluation import metrics
-from mmldlm.evaluation.report import Report, conditions_section, text_table
+from mmldlm.evaluation.report import Report, conditions_section, note_elements, text_table
 from mmldlm.evaluation.sentences import Log, batch_budget
 from mmldlm.evaluation.settings import StsSettings
 from mmldlm.evaluation.statistics import Difference, paired_bootstrap
-from mmldlm.inference.inputs import encode_texts, tokenize_texts
+from mmldlm.inference.inputs import encode_texts, reason_without_encoder, tokenize_texts
 from mmldlm.observe.pages.elements import Column, Element, element, section, table
 from mmldlm.observe.pages.page import titled_page
 from mmldlm.observe.pages.svg import Interval, interval_plot
@@ -284,7 +284,8 @@ class StsReport(Report):
             ),
         )
         title = f"STS Benchmark: {conditions['num_pairs']} pairs of {conditions['file']}"
-        parts = [figures, section("Plot", plot), conditions_section(conditions)]
+        parts = [*note_elements(conditions), figures, section("Plot", plot)]
+        parts.append(conditions_section(conditions))
         return titled_page(title, [self.verdict], parts)
 
     def show(self, console=None) -> None:
@@ -312,6 +313,8 @@ class StsReport(Report):
                 source, str(row["num_pairs"]), *(f"{row[name]['value']:.3f}" for name in names)
             )
         console.print(table)
+        for note in self.conditions["notes"]:
+            console.print(f"note: {note}")
 
 
 def _with_interval(found: Mapping[str, Any]) -> Element:
@@ -330,7 +333,7 @@ def evaluate(
     """Embed both sentences of every pair with t2l and correlate their cosines with the scores.
 
     Floors: bag of words and TF-IDF. Ceiling: the encoder of the training latents, if the
-        checkpoint names it.
+        checkpoint names it and it is there; a note says why it is not.
 
     Raises:
         UserError: a sentence too long for the model, or a model not trained in t2l.
@@ -365,15 +368,20 @@ def evaluate(
         "floor: bag of words": bag_similarities(pairs, weighted=False),
         TF_IDF: bag_similarities(pairs, weighted=True),
     }
+    notes: list[str] = []
     if pretrained.encoder is not None and pretrained.has_encoder:
         progress = log(f"embedding them with the encoder {pretrained.encoder['name']}")
-        rows[CEILING] = similarities(encode_texts(texts, pretrained, progress))
+        try:
+            rows[CEILING] = similarities(encode_texts(texts, pretrained, progress))
+        except (UserError, ImportError, OSError) as error:
+            notes.append(f"no ceiling of the encoder: {reason_without_encoder(error)}")
     seed = settings.seed
     conditions = {
         "file": pairs.name,
         "num_pairs": len(pairs.scores),
         "latent_steps": steps,
         "seed": seed,
+        "notes": notes,
     }
     found = {name: correlations(values, pairs.scores, seed) for name, values in rows.items()}
     return StsReport(

@@ -128,13 +128,13 @@ def write_from_latents(
     pretrained.check_condition_timestep(options.condition_timestep or 0.0)
     count = options.num_samples or len(latents)
     source = np.arange(count) % len(latents)
-    temperature = options.temperature
-    if temperature is None and count > len(latents):
-        temperature = 1.0
+    if count > len(latents):
+        options = drawn_if_repeated(options)
     penalty = options.presence_penalty
     if penalty is None:
-        penalty = PRESENCE_PENALTY if options.sampler in BY_CERTAINTY else 0.0
-    options = dataclasses.replace(options, temperature=temperature, presence_penalty=penalty)
+        is_greedy = options.sampler in BY_CERTAINTY and not options.temperature
+        penalty = PRESENCE_PENALTY if is_greedy else 0.0
+    options = dataclasses.replace(options, presence_penalty=penalty)
     condition, found_texts = torch.from_numpy(latents[source]), None
     if options.way is None:
         steps = "" if options.num_steps is None else f" in at most {options.num_steps} steps"
@@ -155,6 +155,14 @@ def write_from_latents(
             record["judge_cosine"] = float(found_texts.cosine[i])
             record["judge_calls"] = int(found_texts.calls[i])
     return Samples(records, None, extra if finished is None else {}).keep(finished)
+
+
+def drawn_if_repeated(options: SampleOptions) -> SampleOptions:
+    """Return the options of several samples of one condition, which are the same ones without
+    draws.
+    """
+    temperature = 1.0 if options.temperature is None else options.temperature
+    return dataclasses.replace(options, temperature=temperature)
 
 
 def _search_texts(
@@ -351,6 +359,8 @@ def sample_unconditional(
     """
     if pretrained.latent_config is None:
         message = f"writing {count_noun(options.num_samples or 0, 'text')}"
+        if options.sampler in BY_CERTAINTY:
+            options = drawn_if_repeated(options)
         call = partial(
             _write_texts,
             pretrained,

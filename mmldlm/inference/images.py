@@ -16,6 +16,7 @@ from mmldlm.data.store import Store, read_manifest
 from mmldlm.errors import UserError
 from mmldlm.inference.generate import (
     Samples,
+    drawn_if_repeated,
     read_l2t_input,
     sample_unconditional,
     write_from_latents,
@@ -133,6 +134,8 @@ def sample_t2i(pretrained: Pretrained, options: SampleOptions, progress: Progres
     ids = tokenize_texts(texts, pretrained)
     num_unknown = [] if options.data else unknown_tokens(texts, ids, pretrained)
     task: Any = pretrained.task
+    if "temperature" in task.t2i_options and len(source) > len(texts):
+        options = drawn_if_repeated(options)
     steps, guidance = options.num_steps, options.guidance
     assert steps is not None and guidance is not None
     message = f"making {count_noun(len(source), 'image')} in {count_noun(steps, 'step')}"

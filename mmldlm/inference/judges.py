@@ -172,6 +172,9 @@ def write_candidate(
     plan = candidate(pretrained.task, k)
     unread = pretrained.task.unread_options("l2t", plan.sampler)
     writing = {key: value for key, value in options.items() if key not in unread}
+    if plan.sampler != "ancestral":
+        # The others, as they are used here, draw nothing.
+        writing.pop("top_p", None)
     if plan.temperature is not None:
         writing["temperature"] = plan.temperature
         if "presence_penalty" in writing:

@@ -225,6 +225,8 @@ def _load_tokenizer(folder: Path, model: Any) -> Any:
             f"{token_ids}, {len(tokenizer)} tokens",
             CONVERT,
         )
+    # As in preparation: "[MASK]" in a text is six characters, not a mask.
+    tokenizer.split_special_tokens = True
     return tokenizer
 
 

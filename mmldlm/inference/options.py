@@ -86,6 +86,7 @@ OF_LATENTS = "guidance and solvers"
 OF_IMAGES = "models of images"
 OF_SEARCH = "search with an encoder"
 _SEED = Option("seed of every draw", int, 0, option_types.MAX_SEED)
+_ETA = Option("noise of DDIM as a number", float, 0, 1)
 # Of `write_texts`: a search chooses samplers, lengths and temperatures itself, and reads the
 # embedding as it is.
 OWN_CHOICES = ("sampler", "temperature", "num_beams", "condition_timestep")
@@ -423,6 +424,8 @@ class SampleOptions(SearchOptions, _SamplerOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         _SEED.check("seed", self.seed)
+        if self.eta not in ETAS:
+            _ETA.check("eta", self.eta)
 
     @classmethod
     def resolve(cls, kind: str, given: Mapping[str, Any], seed: int = 0) -> SampleOptions:

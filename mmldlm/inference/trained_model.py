@@ -32,6 +32,8 @@ from mmldlm.utils.settings import Option
 
 # Arguments that MTEB gives to every encoder; a model that takes no prompts has no use for them.
 _OF_MTEB = ("task_name", "task_metadata", "hf_split", "hf_subset", "prompt_type")
+# float8 types are stored, but not computed with.
+_DTYPES = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _BATCH_SIZE = Option("texts of full length in a pass", int, 1)
 
 
@@ -50,8 +52,9 @@ class TrainedModel:
         encoder_dir: str | None = None,
         revision: str | None = None,
     ):
-        if not isinstance(dtype, torch.dtype | None) or dtype and not dtype.is_floating_point:
-            raise UserError("dtype: a float type of torch", repr(dtype), "give torch.bfloat16")
+        if dtype not in _DTYPES:
+            known = ", ".join(str(one) for one in _DTYPES[1:])
+            raise UserError(f"dtype: one of {known}", repr(dtype), "give torch.bfloat16")
         self.pretrained = load_pretrained(
             path, usable_device(device), dtype or torch.float32, revision
         )
@@ -78,6 +81,7 @@ class TrainedModel:
             UserError: embeddings of another shape, not finite or zero, or options that do not fit
                 together or to the model.
         """
+        # A text here is no path.
         given = dict(latent_file=_as_array(embeddings), **options)
         return _texts(self.sample("l2t", seed=seed, show_progress_bar=show_progress_bar, **given))
 
@@ -192,7 +196,7 @@ class TrainedModel:
             options: Options of `mmldlm sample t2i`.
 
         Returns:
-            uint8 [N, S, S, C], of one caption without N.
+            uint8 [N, S, S, C], of one image of one caption without N.
 
         Raises:
             UserError: captions that the model cannot read, options that do not fit together or to
@@ -201,7 +205,8 @@ class TrainedModel:
         given = dict(text=_text_list(captions), **options)
         found = self.sample("t2i", seed=seed, show_progress_bar=show_progress_bar, **given)
         assert found.images is not None
-        return found.images[0] if isinstance(captions, str) else found.images
+        is_one = isinstance(captions, str) and len(found.images) == 1
+        return found.images[0] if is_one else found.images
 
     def sample(
         self, kind: str, *, seed: int = 0, show_progress_bar: bool = False, **options: Any
@@ -211,11 +216,14 @@ class TrainedModel:
         Args:
             kind: l2t, t2l or unconditional; of a model of images i2t, t2i or joint.
             seed, show_progress_bar: See `decode`.
-            options: Options of `mmldlm sample KIND`.
+            options: Options of `mmldlm sample KIND`; `latent_file` may be what `decode` takes.
 
         Raises:
             UserError: options that do not fit together, to the kind, the model or its task.
         """
+        latents = options.get("latent_file")
+        if latents is not None and not isinstance(latents, (str, Path)):
+            options["latent_file"] = _as_array(latents)
         with _progress(show_progress_bar) as progress, encoder_dir(self._encoder_dir):
             return sample(self.pretrained, kind, options, seed, progress)
 

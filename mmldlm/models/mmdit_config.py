@@ -78,7 +78,8 @@ class ModelConfig(Section):
     scale_noisy_latents: bool = False
     """Multiply the latents that the model reads by cos(pi t / 2) of their timestep: noise that
     says nothing of the latent is then not read (EDM's input scaling, arXiv 2206.00364, for unit
-    variance and the cosine schedule)."""
+    variance and the cosine schedule). With predictions x0 and v alone: the others hold the
+    noise."""
     dropout: Annotated[float, OnResume.REPORT] = Field(0.0, ge=0, lt=1)
     """In training, the fraction of the elements of each block's attention output and MLP output
     that is set to 0. The masks are functions of seed, epoch, sample and position: equal on every

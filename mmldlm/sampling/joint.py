@@ -42,6 +42,7 @@ def sample_joint(
     top_p: float = 1.0,
     renormalize: bool = False,
     clamp: float | None = None,
+    unit: bool = False,
     seed: int = 0,
     batch_size: int = 32,
     progress: Callable[[int, int], None] | None = None,
@@ -55,6 +56,7 @@ def sample_joint(
         model: Model trained in mode unconditional.
         steps: Number of passes.
         solver: Solver of the latents: ddim or dpm++2m.
+        unit: Whether to return latents of norm 1.
         progress: Callback after every step, with the number of steps done and in total over all
             samples.
         recorder: Callback after every step that wrote something.
@@ -115,7 +117,7 @@ def sample_joint(
             for row, text in zip(rows, state.texts()):
                 texts[row] = text
             check_finite_latents(z)
-            latents[index] = raw_latents(model, z, clamp)
+            latents[index] = raw_latents(model, z, clamp, unit)
             finished += rows
     return result
 

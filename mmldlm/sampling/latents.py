@@ -137,10 +137,11 @@ def estimate_rule(
     return (lambda x0: reduce(lambda x, rule: rule(x), rules, x0)) if rules else None
 
 
-def raw_latents(model: Model, z: Tensor, clamp: float | None) -> Tensor:
-    """Sampled latents [..., D] fp32 in the encoder's space, on the CPU."""
+def raw_latents(model: Model, z: Tensor, clamp: float | None, unit: bool) -> Tensor:
+    """Sampled latents [..., D] fp32 in the encoder's space, on the CPU; with unit, of norm 1."""
     raw = model.unscale_latents(z)
-    return (raw if clamp is None else raw.clamp(-clamp, clamp)).float().cpu()
+    raw = (raw if clamp is None else raw.clamp(-clamp, clamp)).float().cpu()
+    return raw / raw.norm(dim=-1, keepdim=True).clamp_min(1e-12) if unit else raw
 
 
 def check_guidance_interval(
@@ -304,10 +305,7 @@ def sample_latents(
                 if progress is not None:
                     progress(done, count * steps)
             check_finite_latents(z)
-            sampled = raw_latents(model, z, clamp)
-            if unit:
-                sampled = sampled / sampled.norm(dim=-1, keepdim=True).clamp_min(1e-12)
-            latents[torch.from_numpy(rows.copy())] = sampled
+            latents[torch.from_numpy(rows.copy())] = raw_latents(model, z, clamp, unit)
             finished += rows.tolist()
     return latents
 

@@ -19,6 +19,7 @@ from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import DecodingState, check_finite, outside_nucleus, predict_lengths
 from mmldlm.sampling.model import Model, device_of
 from mmldlm.sampling.records import Recorder, TextSamples, keeping_finished, report_changes
+from mmldlm.sampling.settings import check_nucleus
 from mmldlm.utils.counter_rng import Stream, uniforms
 
 # Self-correction (GIDD, section 4.3): its time, most rounds, and rounds without a higher accuracy
@@ -156,7 +157,9 @@ def sample_by_posterior(
     Raises:
         MmldlmError: NaN logits.
         SamplingInterrupted: an interrupt after the first batch.
+        UserError: a nucleus at temperature 0.
     """
+    check_nucleus(temperature, top_p)
     count = len(latents) if latents is not None else num_samples
     assert count is not None, "num_samples is needed without latents"
     if lengths is None:
@@ -255,7 +258,8 @@ def _correct(denoise: _Denoiser, tokens: Tensor, rows: list[int], seed: int) -> 
     num_rows = 0
     denoise.temperature, denoise.top_p = 1.0, 1.0
     for k in range(CORRECTION_ROUNDS):
-        logits.view(-1, logits.shape[-1])[positions] = denoise(tokens, CORRECTION_TIME, positions)
+        found = denoise(tokens, CORRECTION_TIME, positions)
+        logits.view(-1, logits.shape[-1])[positions] = found.float()
         num_rows += denoise.cost
         numbers = uniform[:, k, :width].to(tokens.device)
         corrected, changed, agreement = self_correct(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from mmldlm.errors import UserError
 from mmldlm.utils.settings import Settings, option, options_of, same_option
 
 RESULTS_PAGE = "docs/results/options.md"
@@ -55,8 +56,8 @@ class DrawSettings(Settings):
 
     temperature: float | None = option(
         None,
-        "0 takes the most probable token (default: 0 for samplers by certainty, or 1 if an"
-        " embedding is used several times; 1 for the others)",
+        "0 takes the most probable token (default: 0 for samplers by certainty, or 1 for"
+        " several samples of one embedding or caption, or without any; 1 for the others)",
         float,
         low=0,
         group=OF_DRAWS,
@@ -67,10 +68,20 @@ class DrawSettings(Settings):
     presence_penalty: float = option(
         0.0,
         "nats subtracted from tokens that the text already contains (default: 1 for samplers by"
-        " certainty, else 0)",
+        " certainty at temperature 0, else 0)",
         float,
         group=OF_DRAWS,
     )
+
+
+def check_nucleus(temperature: float, top_p: float) -> None:
+    """Raise a UserError for a nucleus of draws at temperature 0, which draws nothing."""
+    if temperature == 0 and top_p < 1:
+        raise UserError(
+            "--top-p with a --temperature above 0",
+            f"--top-p {top_p:g} at temperature 0, which takes the most probable token",
+            "add --temperature 1, or omit --top-p",
+        )
 
 
 @dataclass(frozen=True)

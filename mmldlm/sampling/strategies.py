@@ -23,6 +23,7 @@ from mmldlm.sampling.settings import (
     DrawSettings,
     ScheduledSettings,
     ThresholdSettings,
+    check_nucleus,
 )
 from mmldlm.utils.settings import Settings, options_of
 
@@ -63,7 +64,8 @@ class TextStrategy(ABC):
         passes: Passes that filled something of each text. [B] int64
 
     Raises:
-        UserError: an option that the sampler does not read, or a value out of range.
+        UserError: an option that the sampler does not read, a value out of range, or a nucleus of
+            draws at temperature 0.
     """
 
     settings_class: ClassVar[type[Settings]]
@@ -88,6 +90,7 @@ class TextStrategy(ABC):
         self.temperature = (
             self.default_temperature if draw.temperature is None else draw.temperature
         )
+        check_nucleus(self.temperature, draw.top_p)
         lengths, width = state.lengths, state.tokens.shape[1]
         self.uniform = uniform[:, :, :width].to(lengths.device)
         self.token_uniform = self.uniform[:, 1].reshape(-1)
@@ -232,7 +235,7 @@ class Observer:
             strategy.add_to_present(positions, logits, strategy.draw.presence_penalty)
         log_probs = logits.log_softmax(-1)
         token_log_probs = log_probs.gather(1, tokens[:, None])[:, 0]
-        self.log_probabilities.view(-1)[positions] = token_log_probs
+        self.log_probabilities.view(-1)[positions] = token_log_probs.float()
         if self.recorder is not None:
             top, top_tokens = log_probs.topk(self.recorder.num_candidates, dim=-1)
             self._pass = strategy.state.tokens.clone(), positions, token_log_probs, top_tokens, top
@@ -267,8 +270,8 @@ class RankedStrategy(TextStrategy):
     The order depends on state and logits alone. Equal probabilities are ranked by position. Option
     spacing: of the positions so chosen, one nearer than `spacing` x the masked share (rounded up)
     to a surer one waits for a later pass (in the manner of dilated unmasking, arXiv 2506.19037);
-    1: none does. Option distinct: of those with the same most probable token all but the surest
-    wait. A pass writes them independently, and then the word that is the surest comes twice.
+    1: none does. Option distinct: of those that would get the same token all but the surest wait.
+    A pass writes them independently, and then the word that is the surest comes twice.
     """
 
     def positions(self) -> Tensor:
@@ -286,7 +289,7 @@ class RankedStrategy(TextStrategy):
         """
 
     def choose(self, positions: Tensor, logits: Tensor) -> Tensor:
-        scores = torch.full(self.state.undecided.shape, float("-inf"), device=logits.device)
+        scores = logits.new_full(self.state.undecided.shape, float("-inf"))
         scores.view(-1)[positions] = top_log_probability(logits)
         order = scores.argsort(dim=1, descending=True, stable=True)
         num_open = self.state.undecided.sum(1)
@@ -297,7 +300,7 @@ class RankedStrategy(TextStrategy):
         if self.settings.spacing > 1 or self.settings.distinct:
             tokens = torch.zeros_like(order)
             if self.settings.distinct:
-                tokens.view(-1)[positions] = logits.argmax(-1)
+                tokens.view(-1)[positions] = self.draw_tokens(positions, logits)
             chosen = self._apart(order, count, tokens)
         else:
             chosen = order.argsort(dim=1) < count[:, None]
@@ -308,7 +311,7 @@ class RankedStrategy(TextStrategy):
         one: [B, S] bool.
 
         Args:
-            tokens: The most probable ones, read with distinct. [B, S]
+            tokens: Those that the positions would get, read with distinct. [B, S]
         """
         distance = (self.settings.spacing * self.state.masked_share()).ceil()[:, None]
         all_positions = torch.arange(order.shape[1], device=order.device)

@@ -13,6 +13,7 @@ from torch import Tensor
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.process import LatentProcess
+from mmldlm.errors import UserError
 from mmldlm.models.base import EncodedLatent, LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import (
@@ -203,11 +204,19 @@ def sample_text(
         MmldlmError: NaN logits.
         SamplingInterrupted: an interrupt after the first batch.
         ValueError: unknown sampler or length rule.
-        UserError: an option that the sampler does not read, or out of range.
+        UserError: an option that the sampler does not read, or out of range; distinct under
+            guidance.
     """
+    options = {**(sampler_options or {}), **({} if steps is None else {"num_steps": steps})}
+    if guidance != 1 and latents is not None and options.get("distinct"):
+        raise UserError(
+            "--distinct with --guidance 1: positions are chosen without guidance, hence not by the"
+            " tokens that it draws",
+            f"--guidance {guidance:g}",
+            "omit one of them",
+        )
     if lengths is None:
         lengths = predict_lengths(model, latents, num_samples, length_rule, seed)
-    options = {**(sampler_options or {}), **({} if steps is None else {"num_steps": steps})}
     samples = _empty(lengths, with_log_probabilities)
     draw = DrawSettings(temperature, top_p, presence_penalty)
     report = _Report(progress, int((lengths - 1).sum()))

@@ -41,7 +41,8 @@ class Metric:
     Attributes:
         name: Key in training_log.jsonl and the trackers.
         numerator: Name of a sum that the objective returns.
-        denominator: Name of a count of the batch, or of another sum.
+        denominator: Name of a count of the batch, which samples that are left out as bad are part
+            of, or of another sum, to which they add nothing.
         label: Word on the progress line; None: not shown there.
         is_loss: Whether it is drawn with the loss (`mmldlm plot`).
         evaluation: Ending of the validation figures drawn with it (`{pass}_{evaluation}`); None:

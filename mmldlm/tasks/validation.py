@@ -33,7 +33,7 @@ class PassTotals:
 
     Attributes:
         sums: Sums of the objective, over all ranks.
-        counts: Counts of the batches.
+        counts: Counts of the batches, samples that were left out included.
         num_tokens: Real tokens of the samples that were not left out.
     """
 
@@ -87,7 +87,7 @@ class Validation:
     Attributes:
         num_samples, num_available, num_batches: See ValidationRun.
         bad: {id, reason} of samples that this rank found unusable in the last call: they are in no
-            figure.
+            sum, but in the counts.
     """
 
     SEED_OFFSET = 7_919

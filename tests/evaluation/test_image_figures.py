@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,9 @@ from mmldlm.evaluation.image_figures import (
     ranks,
     seam_ratio,
 )
+from mmldlm.evaluation.image_report import ImageReport
+from mmldlm.evaluation.images import copy_estimates
+from mmldlm.evaluation.statistics import Estimate
 
 
 def random_images(count, size=8, seed=0):
@@ -117,3 +122,31 @@ def test_the_nearest_training_image_is_found_over_blocks():
         ((images[:, None].astype(float) - train[None]) ** 2).reshape(5, 50, -1).sum(-1).argmin(1)
     )
     assert rows.tolist() == brute.tolist() and rows[3] == 41 and distances[3] < 1e-3 < distances[0]
+
+
+def test_copies_are_told_from_images_one_gray_level_off():
+    train, captions = random_images(6, size=128), [[row] for row in range(6)]
+    training = SimpleNamespace(
+        blocks=lambda: [(0, train)], captions=lambda rows: [captions[row] for row in rows]
+    )
+    sentences = SimpleNamespace(tokens=captions, shuffled_index=np.roll(np.arange(6), 1))
+    changed = train.copy()
+    changed[:, 0, 0] ^= 1
+    copies, others = (
+        copy_estimates(made, np.ones(6), sentences, training) for made in (train, changed)
+    )
+    assert copies["identical_copies"].value == 1 and copies["copy_ratio"].value == 0
+    assert others["identical_copies"].value == 0
+    assert others["copy_ratio"].value == pytest.approx(1 / 127.5 / 128, rel=1e-3)
+
+
+def test_a_report_of_images_made_without_guidance_judges_them():
+    share = Estimate(0.75, 0.01, "share", 8)
+    conditions = {"num_images": 8, "guidance": 1.0, "num_control_images": 2, "notes": []}
+    controls = {"untrained": {}, "untrained_random_gates": {}}
+    arms = {"model": {}, "guidance_1": {"recall_at_5": share}}
+    report = ImageReport(conditions, arms | controls, [])
+    assert "75% of the images made from captions" in report.verdict
+    assert "t2i_recall_at_5" in report.claims[0].values()
+    (table,) = report.tables()
+    assert [heading for heading, _ in table.columns] == ["guidance 1", "untrained"]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,9 +18,12 @@ from mmldlm.evaluation.image_likelihood import (
     bit_estimates,
     code_bits,
     frequency_estimates,
+    x0_errors,
+    x0_estimates,
 )
 from mmldlm.evaluation.sentences import choose_sentences
 from mmldlm.tasks.registry import find_task, load_config
+from mmldlm.tasks.translation.config import LatentDiffusionConfig
 from mmldlm.train import check_run, train
 from tests.support.image_store import make_image_store
 
@@ -91,6 +95,16 @@ def test_frequencies_pay_the_cross_entropy_of_training_codes(opened):
         found.value == pytest.approx(-(own * np.log2(counts / counts.sum())).sum())
         and 0 < found.value < 7
     )
+
+
+@pytest.mark.parametrize("prediction, first", [("x0", "t100"), ("epsilon", "t90")])
+def test_x0_errors_are_measured_where_x0_is_estimated(pretrained, store, prediction, first):
+    config = LatentDiffusionConfig(prediction=prediction)
+    sentences = choose_sentences(store, pretrained.model, 4, 0)
+    errors = x0_errors(replace(pretrained, latent_config=config), sentences, draws=1, seed=0)
+    names = [name for name in x0_estimates(errors) if name.endswith("_right")]
+    assert names[-1] == f"x0_error_{first}_right" and len(names) == 2 + (first == "t100")
+    assert all(np.isfinite(values).all() and values.max() < 1e3 for values in errors.values())
 
 
 def test_the_report_of_a_model_of_codes(codes, tmp_path):

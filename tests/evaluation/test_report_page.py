@@ -177,7 +177,7 @@ def test_the_page_of_sts_has_its_intervals():
         "model (t2l)": correlations(scores**2, scores, 0),
         "floor: bag of words": correlations(-scores, scores, 0),
     }
-    page = words(StsReport({"file": "sts-dev.csv", "num_pairs": 20}, rows).page())
+    page = words(StsReport({"file": "sts-dev.csv", "num_pairs": 20, "notes": []}, rows).page())
     low, high = rows["model (t2l)"]["spearman"]["ci95"]
     assert f"1.000 [{low:.3f}, {high:.3f}]" in page and "floor: bag of words-1.000" in page
     assert "20 pairs of sts-dev.csv" in page

@@ -99,3 +99,11 @@ def test_the_judge_is_asked_no_more_than_it_says(pretrained, store, monkeypatch)
     report = evaluate(pretrained, store, settings(search="best_of", num_candidates=3, judge="t2l"))
     # The last call: the model's texts.
     assert sum(asked[:-1]) == round(8 * report.conditions["search"]["judge_calls"])
+
+
+def test_texts_without_an_embedding_score_0(pretrained, store, monkeypatch):
+    """As where they are embedded again, and not the -1 that ranks them last."""
+    monkeypatch.setattr(T2lJudge, "strings", lambda judge, texts: [""] * len(texts))
+    report = evaluate(pretrained, store, settings(search="best_of", num_candidates=2, judge="t2l"))
+    assert report.arms["search"]["judge_cosine"].value == 0
+    assert report.arms["model"]["judge_cosine"].value == 0

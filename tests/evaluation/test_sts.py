@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -116,8 +118,28 @@ def test_differences_are_paired_and_sources_apart(capsys, monkeypatch):
     assert apart["images"]["num_pairs"] == 60 and apart["images"][sts.MODEL]["value"] > 0.9
     assert apart["headlines"][sts.MODEL]["value"] < 0.5
     rows = {name: sts.correlations(values, scores, 0) for name, values in arms.items()}
-    report = sts.StsReport({"file": "sts.csv", "num_pairs": 120}, rows, found, apart)
+    report = sts.StsReport({"file": "sts.csv", "num_pairs": 120, "notes": []}, rows, found, apart)
     assert set(report.as_dict()["details"]) == {*arms, "differences", "by_source"}
     report.show()
     shown = capsys.readouterr().out
     assert "model - TF-IDF" in shown and "headlines" in shown
+
+
+def test_without_the_encoder_a_note_stands_for_the_ceiling(pretrained, monkeypatch, capsys):
+    monkeypatch.setattr(
+        sts, "tokenize_texts", lambda texts, _: [[4 + len(text) % 20] for text in texts]
+    )
+
+    def missing(*_):
+        raise UserError("encoder 'gone'", "no such folder", "install it")
+
+    monkeypatch.setattr(sts, "encode_texts", missing)
+    monkeypatch.setattr(sts, "_RESAMPLES", 20)
+    texts = ["a", "a cat", "a small cat", "two small cats"]
+    pairs = sts.Pairs(texts, texts[::-1], np.arange(4.0), "sts.csv", ["images"] * 4)
+    report = sts.evaluate(replace(pretrained, encoder={"name": "gone"}), pairs)
+    assert sts.MODEL in report.rows and sts.CEILING not in report.rows
+    (note,) = report.conditions["notes"]
+    assert "no such folder" in note and note in report.page()
+    report.show()
+    assert "no such folder" in capsys.readouterr().out

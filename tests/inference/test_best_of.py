@@ -49,6 +49,13 @@ def test_one_candidate_is_the_text_of_plain_sampling(pretrained, hidden, judge):
     assert found.tokens == plain.tokens
 
 
+def test_a_nucleus_is_that_of_the_candidates_that_are_drawn(pretrained, hidden, new_judge):
+    one, same = (search(pretrained, hidden, new_judge(), 1, top_p=p).tokens for p in (1.0, 0.3))
+    assert one == same
+    wide, narrow = (search(pretrained, hidden, new_judge(), 7, top_p=p) for p in (1.0, 0.3))
+    assert wide.tokens != narrow.tokens
+
+
 def test_no_result_depends_on_the_batch_or_on_other_latents(pretrained, hidden, new_judge):
     together = search(pretrained, hidden, new_judge())
     small = search(pretrained, hidden, new_judge(), batch_tokens=16)

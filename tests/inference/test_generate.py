@@ -235,6 +235,19 @@ def test_l2t_draws_when_an_embedding_is_used_several_times(checkpoint, tmp_path)
     assert len({record["text"] for record in records}) > 1
 
 
+def test_the_penalty_is_that_of_greedy_decoding_alone(checkpoint):
+    pretrained = load_pretrained(checkpoint)
+
+    def texts(**given):
+        given = {"latent_file": np.full(6, 6**-0.5), "num_steps": 4, **given}
+        return [record["text"] for record in sample(pretrained, "l2t", given).records]
+
+    for several in ({"num_samples": 8}, {"num_samples": 8, "temperature": 0.8}):
+        without, given = (texts(presence_penalty=nats, **several) for nats in (0.0, 5.0))
+        assert texts(**several) == without != given
+    assert texts() == texts(presence_penalty=1.0)
+
+
 def test_t2l_writes_unit_vectors(checkpoint, tmp_path):
     out = tmp_path / "out"
     texts = ["word1 word2 word3", "word4"]
@@ -360,7 +373,8 @@ def test_unconditional_writes_pairs(checkpoint, tmp_path, way, sampler):
         "--sampler",
         sampler,
     )
-    assert np.isfinite(np.load(out / "latents.npy")).all()
+    norms = np.linalg.norm(np.load(out / "latents.npy"), axis=1)
+    np.testing.assert_allclose(norms, 1, atol=1e-5)
     records = lines(out)
     assert len(records) == 6 and {record["way"] for record in records} == {way}
     assert not any(

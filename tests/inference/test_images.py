@@ -186,6 +186,8 @@ def test_a_loaded_model_captions_and_draws_as_the_command_does(model, images, tm
     np.testing.assert_array_equal(
         drawn[..., 0], np.asarray(Image.open(tmp_path / "image" / "images" / "000000.png"))
     )
+    several = loaded.draw(CAPTION, num_steps=3, num_samples=2)
+    assert several.shape == (2, *drawn.shape) and not np.array_equal(*several)
     for wrong in (picture.astype(np.float32), np.zeros((2, 2, 7), np.uint8), 3):
         with pytest.raises(UserError, match="a picture"):
             loaded.caption([wrong])

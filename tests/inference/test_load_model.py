@@ -15,6 +15,7 @@ import pytest
 
 from mmldlm.cli import main as command
 from mmldlm.errors import UserError
+from mmldlm.inference.inputs import tokenize_texts
 from mmldlm.inference.load import load_pretrained
 from tests.support.helpers import ROOT, launch
 
@@ -154,6 +155,15 @@ def test_the_tokenizer_of_a_folder_of_an_earlier_version_is_found(folder):
     for path in folder.glob("tokenizer*.json"):
         path.rename(folder / "tokenizer" / path.name)
     assert load_pretrained(folder).tokenizer.get_vocab() == expected
+
+
+def test_names_of_special_tokens_in_a_text_are_words(checkpoint):
+    """As `mmldlm prepare` reads them."""
+    pretrained = load_pretrained(checkpoint)
+    (ids,) = tokenize_texts(["word1 [MASK] word2 [EOS] [PAD]"], pretrained)
+    tokenizer = pretrained.tokenizer
+    assert not {tokenizer.mask_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id} & set(ids)
+    assert tokenizer.convert_tokens_to_ids("word2") in ids
 
 
 def test_models_are_used_without_what_only_a_training_needs(checkpoint):

@@ -16,6 +16,8 @@ import mmldlm
 from mmldlm.cli import main
 from mmldlm.errors import UserError
 from mmldlm.inference.trained_model import TrainedModel
+from mmldlm.sampling.settings import MASKED_SAMPLERS
+from mmldlm.tasks.text_task import MaskedTextTask
 
 TEXTS = ["word1 word2", "word3", "word4 word5 word6"]
 
@@ -86,6 +88,8 @@ def test_embeddings_come_in_any_form(model, embeddings):
     wide = np.repeat(embeddings, 2, axis=1)[:, ::2]
     for form in (rows, wide, np.asfortranarray(embeddings), embeddings.astype(">f8")):
         assert model.decode(form, num_steps=3) == expected
+        samples = model.sample("l2t", latent_file=form, num_steps=3)
+        assert [record["text"] for record in samples.records] == expected
     half = [row.bfloat16() for row in rows]
     assert model.decode(half, num_steps=3) == model.decode(torch.stack(half), num_steps=3)
 
@@ -103,9 +107,22 @@ def test_weights_of_every_float_type_give_embeddings_of_fp32(checkpoint, model):
         found = mmldlm.load(checkpoint, dtype=dtype).encode(TEXTS)
         assert found.dtype == np.float32
         np.testing.assert_allclose(found, model.encode(TEXTS), atol=0.1)
-    for wrong in (torch.int8, "bfloat16"):
+    for wrong in (torch.int8, torch.float8_e4m3fn, "bfloat16"):
         with pytest.raises(UserError, match="dtype"):
             mmldlm.load(checkpoint, dtype=wrong)
+
+
+def test_every_sampler_writes_with_weights_of_fp64(checkpoint, model, embeddings):
+    double = mmldlm.load(checkpoint, dtype=torch.float64)
+    for sampler in MASKED_SAMPLERS:
+        options = {"sampler": sampler, "num_steps": 3 if sampler != "threshold" else None}
+        assert double.decode(embeddings, **options) == model.decode(embeddings, **options)
+    latents, lengths = torch.from_numpy(embeddings), {"num_lengths": 2}
+    of_double, of_model = (
+        MaskedTextTask.write_texts(one.pretrained.task, one.pretrained, latents, **lengths)
+        for one in (double, model)
+    )
+    assert of_double.tokens == of_model.tokens
 
 
 def test_an_input_is_not_named_twice(model, embeddings):
@@ -185,11 +202,19 @@ def test_progress_is_shown_where_it_is_asked_for(model, capsys):
         (lambda model: model.encode(TEXTS, batch_size=0), "0"),
         (lambda model: model.encode(TEXTS, batch_size=2.5), "2.5"),
         (lambda model: model.encode(TEXTS, seed=-1), "-1"),
+        (lambda model: model.encode(TEXTS, num_steps=2, eta=5.0), "5.0"),
+        (lambda model: model.encode(TEXTS, num_steps=2, eta=-1), "-1"),
+        (lambda model: model.encode(TEXTS, num_steps=2, eta=True), "True"),
+        (lambda model: model.encode(TEXTS, num_steps=2, eta=float("nan")), "nan"),
+        (lambda model: model.encode(TEXTS, num_steps=2, eta="none"), "none"),
+        (lambda model: model.decode(np.ones((1, 6)), guidance=2.0, distinct=True), "--guidance"),
         (lambda model: model.encode(TEXTS, device=0.5), "0.5"),
         (lambda model: model.decode(np.ones((1, 6)), seed=1.5), "1.5"),
+        (lambda model: model.decode(np.ones((1, 6)), top_p=0.5), "--top-p 0.5"),
         (lambda model: model.decode(np.ones((1, 6)), trace="page.html"), "trace"),
         (lambda model: model.sample("t2l", text="word1"), "'word1'"),
         (lambda model: model.sample("l2l"), "l2l"),
+        (lambda model: model.sample("l2t", latent_file=3), "int64"),
         (lambda model: model.caption(["a.png"]), "task=translation"),
         (lambda model: model.draw("word1"), "task=translation"),
     ],

@@ -9,7 +9,7 @@ import torch
 
 from mmldlm.diffusion.gidd import GiddProcess
 from mmldlm.diffusion.hdlm import HierarchicalProcess
-from mmldlm.errors import MmldlmError
+from mmldlm.errors import MmldlmError, UserError
 from mmldlm.models.plain import PlainTransformer
 from mmldlm.sampling.posterior import sample_by_posterior
 from mmldlm.tasks.registry import build_config
@@ -88,6 +88,8 @@ def test_options_of_the_draws():
         model, latents, PROCESSES["gidd"], top_p=1e-6, num_steps=1, lengths=options["lengths"]
     )
     assert first == second == nucleus.tokens
+    with pytest.raises(UserError, match="--top-p"):
+        sample_by_posterior(model, latents, PROCESSES["gidd"], top_p=0.5, **greedy)
     steps = []
     sample_by_posterior(
         model, latents, PROCESSES["gidd"], progress=lambda *done: steps.append(done), **options
@@ -103,6 +105,10 @@ def test_without_latents_and_with_self_correction():
     )
     assert [len(text) for text in plain.tokens] == [len(text) for text in corrected.tokens]
     assert corrected.num_rows > plain.num_rows
+    # The weights are what they were, in fp64, which torch does not mix with fp32.
+    sample_by_posterior(
+        model.double(), None, PROCESSES["gidd"], num_samples=4, num_steps=5, corrects=True
+    )
     assert all(token not in (MASK, PAD, EOS) for text in corrected.tokens for token in text)
 
 

@@ -10,7 +10,7 @@ from mmldlm.sampling.records import Recorder
 from mmldlm.sampling.text import sample_text
 
 
-def orders(model, sampler, lengths, **options):
+def orders(model, sampler, lengths, temperature=None, **options):
     """Positions of each pass, and of each text in it."""
     seen = []
     found = sample_text(
@@ -21,10 +21,14 @@ def orders(model, sampler, lengths, **options):
         diffusion=MaskedDiffusion(0),
         sampler=sampler,
         sampler_options=options,
+        temperature=temperature,
         recorder=Recorder(seen.append),
     )
     passes = [
-        {int(row): one.positions[one.rows == row].tolist() for row in one.rows.unique()}
+        {
+            int(one.samples[row]): one.positions[one.rows == row].tolist()
+            for row in one.rows.unique()
+        }
         for one in seen
     ]
     return passes, found
@@ -110,6 +114,19 @@ def test_distinct_fills_no_token_twice_in_a_pass_and_ends(toys, sampler, options
     assert len(plain) < len(passes)
     first = [repeated.tokens[0][position] for position in plain[0][0]]
     assert len(set(first)) < len(first)
+
+
+def test_distinct_compares_the_tokens_that_are_drawn(toys):
+    """The most probable ones differ at every position."""
+    model = fixed(toys, [[0.4, 0.3, 0.3], [0.3, 0.4, 0.3], [0.3, 0.3, 0.4]])
+    passes, found = orders(
+        model, "threshold", [4] * 20, temperature=1.0, threshold=0.0, distinct=True
+    )
+    assert 1 < len(passes) <= 3
+    for one in passes:
+        for row, positions in one.items():
+            tokens = [found.tokens[row][position] for position in positions]
+            assert len(set(tokens)) == len(tokens)
 
 
 def test_distinct_keeps_the_surest_of_those_with_one_token(toys):

@@ -122,11 +122,12 @@ class MdlmLossConfig(DiffusionLossConfig):
     """Weights of the loss terms."""
 
     text_weighting: Literal["elbo", "uniform"] = "elbo"
-    """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the same
-    mean. Logs and evaluations report the NELBO in both cases."""
+    """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the
+    same mean with masking=fixed_count or schedule=loglinear. Logs and evaluations report the NELBO
+    in both cases."""
     text_weight_clip: float | None = Field(None, gt=0, le=LARGEST)
-    """Largest weight of a masked token (1 / t). Clipped, the loss bounds no likelihood. None: off.
-
+    """Largest weight of a masked token (L / k; with masking=bernoulli the schedule's, as 1 / t).
+    Clipped, the loss bounds no likelihood. None: off.
     """
 
     @model_validator(mode="after")

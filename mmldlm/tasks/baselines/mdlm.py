@@ -104,7 +104,7 @@ class MdlmObjective:
         (`loss.text_weighting`).
         """
         if self.loss.text_weighting == "uniform":
-            # A token is masked half of the time.
+            # A token is masked half of the time by masking=fixed_count or schedule=loglinear.
             return torch.full_like(weights, 2.0)
         return (
             weights

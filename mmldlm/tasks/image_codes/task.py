@@ -164,6 +164,9 @@ class ImageCodesTask(ImageTextTask):
     def draw_pairs(
         self, pretrained: Pretrained, num_samples: int, *, solver: None, **options: Any
     ) -> tuple[TextSamples, Tensor]:
+        # A sampler by certainty would make the same pair for every caption of one length.
+        if options.get("temperature") is None:
+            options["temperature"] = 1.0
         return sample_codes_and_texts(
             pretrained.model, num_samples, text_diffusion=pretrained.text_diffusion, **options
         )

@@ -61,7 +61,8 @@ class TextDiffusionConfig(Section):
     """Log-linear schedule keeps a token with probability eps at t = 1."""
     masking: Literal["fixed_count", "bernoulli"] = "fixed_count"
     """fixed_count masks exactly ceil(t L) of L tokens with weight L / k: the same NELBO with far
-    less variance. bernoulli masks every token independently with weight 1 / t (MDLM)."""
+    less variance. bernoulli masks every token independently, with the schedule's weight: of
+    loglinear 1 / t (MDLM)."""
     min_timestep: float = Field(1e-3, gt=0, lt=0.5)
     """Smallest timestep of masking=bernoulli; its NELBO misses at most min_timestep * log V nats
     per token.
@@ -236,12 +237,13 @@ class LossConfig(Section):
     1,024 others that stands for the rest: an estimate of the NELBO at a fraction of the text
     head's cost. Evaluation is exact. None: against the whole vocabulary."""
     text_weighting: Literal["elbo", "uniform"] = "elbo"
-    """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the same
-    mean; the loss then bounds no likelihood, but its gradients vary less. Logs and evaluations
-    report the NELBO in both cases."""
+    """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the
+    same mean with masking=fixed_count or schedule=loglinear (twice that of
+    fully_masked_only); the loss then bounds no likelihood, but its gradients vary less. Logs and
+    evaluations report the NELBO in both cases."""
     text_weight_clip: float | None = Field(None, gt=0, le=LARGEST)
-    """Largest weight of a masked token (L / k; 1 / t with masking=bernoulli). Clipped, the loss
-    bounds no likelihood.
+    """Largest weight of a masked token (L / k; with masking=bernoulli the schedule's, as 1 / t).
+    Clipped, the loss bounds no likelihood.
 
     None: off.
     """
@@ -358,6 +360,13 @@ class TranslationConfig(Config):
     @model_validator(mode="after")
     def _latent_head_fits_prediction(self) -> TranslationConfig:
         prediction, model = self.latent_diffusion.prediction, self.model
+        # At t = 1 these hold the noise itself; v is then the latent alone.
+        if model.scale_noisy_latents and prediction in ("epsilon", "flow", "x0_epsilon"):
+            raise ValueError(
+                "model.scale_noisy_latents=true does not go with"
+                f" latent_diffusion.prediction={prediction}: the model would not read the noise"
+                " that it is to predict"
+            )
         if prediction != "x0_epsilon":
             if model.latent_predictions != 1:
                 raise ValueError(
@@ -365,12 +374,6 @@ class TranslationConfig(Config):
                     f" latent_diffusion.prediction=x0_epsilon (it is {prediction}): drop it"
                 )
             return self
-        if model.scale_noisy_latents:
-            raise ValueError(
-                "model.scale_noisy_latents=true does not go with"
-                " latent_diffusion.prediction=x0_epsilon: the model would not read the noise that"
-                " it is to predict"
-            )
         # An assignment validates once more, so only a changed value is assigned.
         if model.latent_predictions != 2:
             model.latent_predictions = 2

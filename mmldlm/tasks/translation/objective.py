@@ -89,7 +89,7 @@ class TranslationObjective:
         """
         weights = batch.text_weights
         if self.loss.text_weighting == "uniform":
-            # A token is masked half of the time.
+            # A token is masked half of the time by masking=fixed_count or schedule=loglinear.
             weights = torch.full_like(weights, 2.0)
         if self.loss.text_weight_clip is not None:
             weights = weights.clamp_max(self.loss.text_weight_clip)

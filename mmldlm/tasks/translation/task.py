@@ -334,6 +334,7 @@ class TranslationTask(MaskedTextTask):
             latent_diffusion=pretrained.latent_diffusion,
             renormalize=pretrained.renormalize,
             clamp=pretrained.clamp_x0,
+            unit=pretrained.renormalize,
             **options,
         )
 

@@ -4,6 +4,8 @@ does with a latent.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ import torch
 from mmldlm.evaluation.directions import likelihood_estimates
 from mmldlm.evaluation.gain import untrained_control
 from mmldlm.evaluation.nelbo import measure
+from mmldlm.inference.sample import sample
 from mmldlm.models.plain import PlainTransformer
 from mmldlm.tasks.baselines.config import MdlmModelConfig
 from mmldlm.tasks.baselines.mdlm import MdlmTask
@@ -121,3 +124,15 @@ def test_an_unconditional_model_is_scored_without_a_latent():
         and found["nelbo_null"].value > 0
     )
     assert not pretrained.reads_latents
+
+
+def test_texts_of_one_length_without_a_latent_differ():
+    """Also where the sampler is greedy by default."""
+    pretrained = pretrained_of("none")
+    pretrained.tokenizer = SimpleNamespace(
+        batch_decode=lambda rows, **_: [str(list(row)) for row in rows]
+    )
+    given = {"sampler": "confidence", "num_samples": 60, "num_steps": 4}
+    found = sample(pretrained, "unconditional", given).records
+    texts, lengths = ({record[key] for record in found} for key in ("text", "num_tokens"))
+    assert len(texts) > len(lengths)

@@ -99,6 +99,7 @@ def test_pictures_are_the_same_before_and_after_a_conversion_without_a_store(run
         )
     first, second = (np.load(tmp_path / name / "latents.npy") for name in ("codes", "model"))
     np.testing.assert_array_equal(first, second)
+    assert not np.array_equal(first[0], first[1]), "several images of one caption are drawn"
     assert (
         first.dtype == np.int64
         and first.shape == (2, 16, 1)
@@ -156,12 +157,14 @@ def test_captions_of_pictures_of_ids_and_of_files_agree(runs, stores, tmp_path):
         ["--num-steps", 5],
         ["--method", "chain", "--num-steps", 5],
         ["--sampler", "scheduled", "--num-steps", 5],
+        ["--sampler", "confidence", "--num-steps", 5],
     ],
 )
 def test_pairs(runs, tmp_path, words):
     assert sample("joint", runs / "codes", tmp_path / "pairs", "--num-samples", 3, *words) == 0
     ids = np.load(tmp_path / "pairs" / "latents.npy")
     assert ids.shape == (3, 16, 1) and 0 <= ids.min() and ids.max() < Q
+    assert len(np.unique(ids, axis=0)) == 3
     assert (tmp_path / "pairs" / "images" / "000002.png").is_file()
 
 

@@ -330,12 +330,20 @@ def test_a_noised_condition_is_the_process_at_its_timestep():
         ),
         ({"latent_diffusion": {"schedule": "decoupled", "ddm_weight_cap": 5.0}}, "read only with"),
         ({"model": {"latent_predictions": 2}}, "latent_predictions=2 belongs to"),
-        (
-            {
-                "model": {"scale_noisy_latents": True},
-                "latent_diffusion": {"schedule": "decoupled", "prediction": "x0_epsilon"},
-            },
-            "scale_noisy_latents",
+        *(
+            (
+                {
+                    "model": {"scale_noisy_latents": True},
+                    "latent_diffusion": {"schedule": schedule, "prediction": prediction},
+                    "loss": {"latent_loss": "mse"},
+                },
+                "scale_noisy_latents",
+            )
+            for schedule, prediction in (
+                ("decoupled", "x0_epsilon"),
+                ("rectified_flow", "flow"),
+                ("cosine", "epsilon"),
+            )
         ),
     ],
 )
