@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import textwrap
 import tomllib
 import zipfile
 from importlib import metadata
@@ -356,65 +355,6 @@ def test_ds_configs_leave_our_numbers_to_our_config(path):
     assert "optimizer" not in config and "scheduler" not in config
     assert config["communication_data_type"] == config["data_types"]["grad_accum_dtype"] == "fp32"
     assert config["zero_optimization"]["stage"] == int(re.search(r"\d", path.stem).group())
-
-
-def test_ds_configs_train_a_model_alike_on_this_machine():
-    """Every file through a real engine, in both precisions: ZeRO moves the same numbers, so the
-    losses agree.
-    """
-    pytest.importorskip("deepspeed")
-    code = textwrap.dedent("""
-        import json, socket, os, sys
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        import deepspeed, torch
-        # Else a C++ operator is compiled before the first collective on CPU.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-        for path in sys.argv[1:]:
-            for bf16 in (False, True):
-                config = json.load(open(path))
-                config.update(train_micro_batch_size_per_gpu=4, gradient_accumulation_steps=2, train_batch_size=8,
-                              gradient_clipping=1.0, steps_per_print=10**9)
-                config["bf16"]["enabled"], config["fp16"]["enabled"] = bf16, False
-                torch.manual_seed(0)
-                model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
-                optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-                engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-                x = torch.linspace(-1, 1, 32).view(4, 8)
-                losses = []
-                for _ in range(20):
-                    out = engine(x.bfloat16() if bf16 else x).float()
-                    loss = (out - x.sum(1, keepdim=True)).square().mean()
-                    engine.backward(loss)
-                    engine.step()
-                    losses.append(loss.item())
-                print("LOSSES", json.dumps([path, bf16, losses]))
-        """)  # noqa: E501
-    env = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [sys.executable, "-c", code, *map(str, DS_CONFIGS)],
-        capture_output=True,
-        text=True,
-        env=env,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    rows = [
-        json.loads(line.split(" ", 1)[1])
-        for line in run.stdout.splitlines()
-        if line.startswith("LOSSES ")
-    ]
-    assert len(rows) == 2 * len(DS_CONFIGS) == 8
-    for precision in (False, True):
-        curves = [losses for _, bf16, losses in rows if bf16 is precision]
-        assert curves[0][-1] < 0.8 * curves[0][0]
-        for curve in curves[1:]:
-            # The same sums in another order: fp32 rounding, which bf16 weights can magnify to one
-            # of their own steps.
-            assert curve == pytest.approx(curves[0], rel=1e-2 if precision else 1e-5)
 
 
 def test_the_console_command_names_a_function():
