@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tomllib
 import zipfile
 from importlib import metadata
@@ -220,120 +219,6 @@ def test_a_missing_extra_or_a_stale_stamp_installs_again(finished_venv):
     assert "No module named pip" in missing.stderr and "setup.log" in missing.stderr
     (finished_venv / ".mmldlm-base").write_text("of an older pyproject.toml\n")
     assert bash("set -euo pipefail; . launchers/_env.sh; mmldlm_env", **env).returncode == 1
-
-
-def test_no_python_is_a_clear_error(tmp_path):
-    run = bash(
-        "set -euo pipefail; . launchers/_env.sh; mmldlm_env; echo not reached",
-        MMLDLM_VENV=str(tmp_path / "venv"),
-        MMLDLM_PYTHON="no-such-python",
-    )
-    assert run.returncode == 2 and "not reached" not in run.stdout
-    assert "expected Python 3.11 or newer" in run.stderr and "MMLDLM_PYTHON=" in run.stderr
-
-
-def launch(script, venv, *words, **env):
-    """Run a launcher with recorders in place of what it starts; its output is the command line it
-    came to.
-    """
-    recorder = 'printf "%s\\n" "${0##*/}" "$@"'
-    programs = dict.fromkeys(("torchrun", "deepspeed", "mmldlm"), recorder)
-    programs["ssh"] = 'for last; do :; done; exec sh -c "$last"'  # every host is this one
-    for name, line in programs.items():
-        (venv / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
-        (venv / "bin" / name).chmod(0o755)
-    known = (
-        "NNODES NODE_RANK RANK NPROC_PER_NODE MASTER_ADDR MASTER_PORT CONFIG_NAME DS_CONFIG"
-        " HOSTFILE"
-    )
-    clean = dict.fromkeys(
-        [*known.split(), "LATENT_DIM", "DTYPE", "LEARNING_RATE", "OPTIMIZER_LR"], ""
-    )
-    quoted = " ".join(f"'{word}'" for word in words)
-    return bash(f"bash launchers/{script} {quoted}", **{**clean, "MMLDLM_VENV": str(venv), **env})
-
-
-def test_single_node_turns_the_environment_into_words(finished_venv):
-    run = launch(
-        "single_node.sh",
-        finished_venv,
-        "training.loss_type=l2t",
-        "a={b: 1}",
-        NPROC_PER_NODE="2",
-        OPTIMIZER_LR="5e-5",
-        LATENT_DIM="32",
-        DS_CONFIG="ds_configs/zero2.json",
-    )
-    assert run.returncode == 0, run.stderr
-    words = run.stdout.splitlines()
-    assert words[:5] == ["torchrun", "--nnodes", "1", "--nproc_per_node", "2"]
-    assert words[words.index("-m") :] == [
-        "-m",
-        "mmldlm.train",
-        "--config-name",
-        "mmdit_stable",
-        "--deepspeed_config",
-        "ds_configs/zero2.json",
-        "optimizer.lr=5e-5",
-        "model.latent_dim=32",
-        "training.loss_type=l2t",
-        "a={b: 1}",
-    ]
-
-
-def test_multi_node_by_torchrun_and_by_hostfile(finished_venv):
-    run = launch(
-        "multi_node.sh", finished_venv, NNODES="2", RANK="1", MASTER_ADDR="n0", NPROC_PER_NODE="8"
-    )
-    assert run.stdout.splitlines()[:10] == [
-        "torchrun",
-        "--nnodes",
-        "2",
-        "--node_rank",
-        "1",
-        "--nproc_per_node",
-        "8",
-        "--master_addr",
-        "n0",
-        "--master_port",
-    ]
-    run = launch(
-        "multi_node.sh",
-        finished_venv,
-        HOSTFILE="hostfiles/two_nodes",
-        MASTER_ADDR="node1",
-        PYTHONPATH=sysconfig.get_path("purelib"),  # the check of the hosts imports packages
-    )
-    words = run.stdout.splitlines()
-    assert (
-        words[:3] == ["deepspeed", "--hostfile", "hostfiles/two_nodes"]
-        and "--force_multi" in words
-    )
-    assert words[words.index("--master_addr") + 1] == "node1"
-    words = launch(
-        "multi_node.sh", finished_venv, HOSTFILE="hostfiles/two_ranks_here"
-    ).stdout.splitlines()
-    assert "--no_ssh_check" in words and "--force_multi" not in words
-    assert words[words.index("--master_addr") + 1] == "127.0.0.1"
-
-
-@pytest.mark.parametrize(
-    "script, env, message",
-    [
-        ("single_node.sh", {"NNODES": "2"}, "launchers/multi_node.sh"),
-        ("single_node.sh", {"DS_CONFIG": "nowhere.json"}, "nowhere.json cannot be read"),
-        ("single_node.sh", {"LEARNING_RATE": "1e-4", "OPTIMIZER_LR": "5e-5"}, "disagree"),
-        ("multi_node.sh", {}, "neither HOSTFILE nor NNODES"),
-        ("multi_node.sh", {"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not set"),
-        ("multi_node.sh", {"NNODES": "2", "MASTER_ADDR": "n0"}, "NODE_RANK is not set"),
-        ("multi_node.sh", {"HOSTFILE": "nowhere"}, "nowhere cannot be read"),
-        ("multi_node.sh", {"HOSTFILE": "LICENSE", "MASTER_ADDR": "n0"}, "names no node"),
-        ("multi_node.sh", {"HOSTFILE": "hostfiles/two_nodes"}, "MASTER_ADDR is not set"),
-    ],
-)
-def test_launchers_refuse_what_cannot_start(finished_venv, script, env, message):
-    run = launch(script, finished_venv, **env)
-    assert run.returncode == 2 and run.stdout == "" and message in run.stderr, run.stderr
 
 
 @pytest.mark.parametrize(
