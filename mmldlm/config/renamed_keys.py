@@ -18,7 +18,6 @@ KEYS: dict[str, str] = {
     "latent_diffusion.t_min": "latent_diffusion.min_timestep",
     "latent_diffusion.path": "latent_diffusion.schedule",
     "latent_diffusion.l2_normalise": "latent_diffusion.l2_normalize",
-    "latent_diffusion.renormalise_x0": "latent_diffusion.renormalize_x0",
     "loss.normalise_eps": "loss.normalize_eps",
     "loss.allow_unsound": "loss.allow_scale_free_latent_loss",
     "engine.replicas": "engine.hsdp_replicas",
@@ -90,6 +89,10 @@ REMOVED = {
     # The clusters themselves are stored with the model.
     "text_diffusion.cluster_vectors": RemovedKey(
         "cooccurrence", "training texts decide the clusters: docs/baselines.md", was_read=False
+    ),
+    **dict.fromkeys(
+        ("latent_diffusion.renormalize_x0", "latent_diffusion.renormalise_x0"),
+        RemovedKey(True, "samplers do it where latents are unit vectors", was_read=False),
     ),
     "tokenizer.cache_dir": RemovedKey(None, "the store holds its tokenizer", was_read=False),
 }
