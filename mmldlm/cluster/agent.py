@@ -382,14 +382,14 @@ class AgentPool:
                 self.errors[(name, action)] = str(error)
         return values
 
-    def clocks(self, times: int = 5) -> dict[str, tuple[float, float]]:
+    def clocks(self) -> dict[str, tuple[float, float]]:
         """Return node -> (clock offset to the head, half round trip) in seconds; the fastest of
-        `times` exchanges.
+        five exchanges.
         """
 
         def offset(agent: Agent) -> tuple[float, float]:
             best = (0.0, float("inf"))
-            for _ in range(times):
+            for _ in range(5):
                 before = time.time()
                 remote = agent.request("clock", timeout=10)
                 after = time.time()

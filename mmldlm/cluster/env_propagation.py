@@ -151,10 +151,9 @@ _SECRET = (
 )
 
 
-def run_variables(environment: dict[str, str] | None = None) -> dict[str, str]:
+def run_variables() -> dict[str, str]:
     """Return the head's variables that a run needs on every node."""
-    environment = dict(os.environ) if environment is None else environment
-    return {k: v for k, v in environment.items() if k.startswith(PREFIXES) and k not in OWN}
+    return {k: v for k, v in os.environ.items() if k.startswith(PREFIXES) and k not in OWN}
 
 
 def compared_variables() -> dict[str, str]:

@@ -18,7 +18,6 @@ KEYS: dict[str, str] = {
     "latent_diffusion.t_min": "latent_diffusion.min_timestep",
     "latent_diffusion.path": "latent_diffusion.schedule",
     "latent_diffusion.l2_normalise": "latent_diffusion.l2_normalize",
-    "latent_diffusion.renormalise_x0": "latent_diffusion.renormalize_x0",
     "loss.normalise_eps": "loss.normalize_eps",
     "loss.allow_unsound": "loss.allow_scale_free_latent_loss",
     "engine.replicas": "engine.hsdp_replicas",
@@ -73,7 +72,8 @@ class RemovedKey(NamedTuple):
     Attributes:
         default: Value that saved configs hold where the key was not used.
         reason: Why it went.
-        was_read: Whether it did anything; else a stored config may hold any value of it.
+        was_read: Whether a trained model depends on it; else a stored config may hold any value
+            of it.
     """
 
     default: Any
@@ -85,6 +85,15 @@ REMOVED = {
     "model.quality_head": RemovedKey(False),
     "loss.quality_loss_weight": RemovedKey(None),
     "training.t2l_pure_noise": RemovedKey(0.0),
+    "text_diffusion.xi": RemovedKey(1, "wrong clusters have no exact bound: docs/baselines.md"),
+    # The clusters themselves are stored with the model.
+    "text_diffusion.cluster_vectors": RemovedKey(
+        "cooccurrence", "training texts decide the clusters: docs/baselines.md", was_read=False
+    ),
+    **dict.fromkeys(
+        ("latent_diffusion.renormalize_x0", "latent_diffusion.renormalise_x0"),
+        RemovedKey(True, "samplers do it where latents are unit vectors", was_read=False),
+    ),
     "tokenizer.cache_dir": RemovedKey(None, "the store holds its tokenizer", was_read=False),
 }
 """Key of a task of ours -> what it was."""

@@ -270,8 +270,12 @@ class GiddDivergence(NamedTuple):
         return divergence, pull.sub_(p.mul_(pull.sum(1, keepdim=True)))
 
 
+# Of the tokens that self-correction proposes.
+_PROPOSAL_TEMPERATURE = 0.1
+
+
 def self_correct(
-    tokens: Tensor, logits: Tensor, uniform: Tensor, real: Tensor, temperature: float = 0.1
+    tokens: Tensor, logits: Tensor, uniform: Tensor, real: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Replace the one token of each text that the model most wants to be another (section 4.3 of
     the paper).
@@ -281,13 +285,12 @@ def self_correct(
         logits: Logits of x_0 at the texts and a small t, -inf for [MASK]. [B, S, V]
         uniform: [B, S] in [0, 1).
         real: [B, S] bool, positions that may change.
-        temperature: Temperature of the proposed draws.
 
     Returns:
         tokens [B, S], changed [B] bool, and agreement [B]: the fraction of real tokens that are
         the most probable.
     """
-    flat = logits.double().flatten(0, 1) / temperature
+    flat = logits.double().flatten(0, 1) / _PROPOSAL_TEMPERATURE
     drawn = draw(flat, uniform.flatten())
     score = flat.log_softmax(-1).gather(1, drawn[:, None])[:, 0].view(tokens.shape)
     drawn = drawn.view(tokens.shape)

@@ -218,10 +218,12 @@ SMALLEST, LARGEST = 0.1, 5.0
 # Unit vectors are rounded to this grid. Products and sums of such integers are exact in fp32, in
 # any order, so every rank, machine and number of threads finds the same clusters.
 _GRID = 1024
+# Largest number of rounds of k-means, which ends when no token moves.
+_ROUNDS = 20
 
 
 def cluster_tokens(
-    vectors: np.ndarray, num_clusters: int, alone: Collection[int], seed: int, rounds: int = 20
+    vectors: np.ndarray, num_clusters: int, alone: Collection[int], seed: int
 ) -> np.ndarray:
     """K-means by cosine, started with k-means++ (Arthur and Vassilvitskii, SODA 2007).
 
@@ -234,7 +236,6 @@ def cluster_tokens(
         num_clusters: Number of clusters n, at most the number of tokens to cluster.
         alone: Tokens in no cluster (special tokens).
         seed: Seed of the starting centers.
-        rounds: Largest number of rounds of k-means; it ends when no token moves.
 
     Returns:
         [V] int64, cluster of every token, -1 for those alone. Every cluster has between SMALLEST
@@ -250,14 +251,14 @@ def cluster_tokens(
     if is_known.sum() < num_clusters:
         is_known[:] = True
     cluster_of_word = np.empty(len(words), dtype=np.int64)
-    cluster_of_word[is_known] = _k_means(vectors[words[is_known]], num_clusters, seed, rounds)
+    cluster_of_word[is_known] = _k_means(vectors[words[is_known]], num_clusters, seed)
     cluster_of_word[~is_known] = np.arange(len(words) - is_known.sum()) % num_clusters
     clusters = np.full(len(vectors), -1, dtype=np.int64)
     clusters[words] = cluster_of_word
     return clusters
 
 
-def _k_means(vectors: np.ndarray, num_clusters: int, seed: int, rounds: int) -> np.ndarray:
+def _k_means(vectors: np.ndarray, num_clusters: int, seed: int) -> np.ndarray:
     """Cluster of every row [rows]; sizes are bounded."""
     points = _unit(vectors.astype(np.float64)).astype(np.float32)
     mean = len(points) / num_clusters
@@ -267,7 +268,7 @@ def _k_means(vectors: np.ndarray, num_clusters: int, seed: int, rounds: int) -> 
     )
     centers = _starting_centers(points, num_clusters, generator(seed, Stream.TOKEN_CLUSTERS))
     clusters = np.full(len(points), -1)
-    for _ in range(rounds):
+    for _ in range(_ROUNDS):
         before, clusters = clusters, _bounded_assignment(points @ centers.T, *bounds)
         if np.array_equal(before, clusters):
             break

@@ -46,7 +46,7 @@ def shift(t: Tensor, factor: float) -> Tensor:
     return factor * t / (1 + (factor - 1) * t)
 
 
-def arcsine(uniform: Tensor, margin: float = 1e-5) -> tuple[Tensor, Tensor]:
+def arcsine(uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Timesteps t = sin^2(pi u / 2), denser at both ends, and dt/du, by which an integral over t
     weighs them.
 
@@ -54,11 +54,11 @@ def arcsine(uniform: Tensor, margin: float = 1e-5) -> tuple[Tensor, Tensor]:
     the ends that a uniform t in [1e-4, 1 - 1e-4] would miss, and a finite variance.
 
     Args:
-        uniform: Uniform numbers in [0, 1).
-        margin: Margin: u stays inside [margin, 1 - margin], so that 0 < t < 1.
+        uniform: Uniform numbers u in [0, 1); they are moved into [1e-5, 1 - 1e-5], so that
+            0 < t < 1.
 
     Returns:
         t and dt/du, both of uniform's shape, fp64.
     """
-    angle = 0.5 * math.pi * uniform.double().clamp(margin, 1 - margin)
+    angle = 0.5 * math.pi * uniform.double().clamp(1e-5, 1 - 1e-5)
     return torch.sin(angle) ** 2, 0.5 * math.pi * torch.sin(2 * angle)

@@ -69,9 +69,7 @@ def measure_l2t(
     samples = task.write_texts(
         arm, latents, sampler=sampler, seed=settings.seed, progress=progress, **options
     )
-    estimates |= text_estimates(
-        samples, sentences.tokens, shuffled_index, likelihood.num_tokens, settings.seed
-    )
+    estimates |= text_estimates(samples, sentences.tokens, shuffled_index, likelihood.num_tokens)
     flops = task.writing_flops(model.config, samples)
     costs = text_costs(samples) | {"gflops_per_text": flops and flops / len(sentences) / 1e9}
     return TextResult(estimates, samples.tokens, costs)
@@ -185,7 +183,6 @@ def text_estimates(
     references: Sequence[Sequence[int]],
     shuffled_index: np.ndarray,
     num_tokens: np.ndarray,
-    seed: int,
 ) -> dict[str, Estimate]:
     """Compare the ids of sampled texts, and of those sampled from another sentence's latent, with
     the references.
@@ -200,11 +197,6 @@ def text_estimates(
         "f1_right": mean(f1, "points", 100),
         "f1_shuffled": mean(shuffled_f1, "points", 100),
         "f1_gap": mean(f1 - shuffled_f1, "points", 100),
-        "piece_bleu_right": metrics.piece_bleu(samples.tokens, references, seed),
-        "piece_bleu_shuffled": metrics.piece_bleu(shuffled, references, seed),
-        "piece_exact_match_right": mean(
-            metrics.exact_match(samples.tokens, references), "points", 100
-        ),
         "passes": mean(samples.passes.numpy(), "passes/text"),
         "length_error": mean(np.abs(lengths - num_tokens), "tokens"),
         "length_error_shuffled": mean(np.abs(lengths[shuffled_index] - num_tokens), "tokens"),

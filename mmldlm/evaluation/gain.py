@@ -261,15 +261,15 @@ def example_records(
     sentences: Sentences,
     written: list[list[int]],
     searched: list[list[int]] | None = None,
-    count: int = 10,
 ) -> list[dict[str, Any]]:
-    """Return sentences and written texts, spread evenly over the draw and not selected by quality.
+    """Return ten sentences and their written texts, spread evenly over the draw and not selected
+    by quality.
 
     Args:
         written: N lists of ids.
         searched: N texts that a search found, if there was one.
     """
-    rows = spread(len(sentences), count)
+    rows = spread(len(sentences), 10)
     records = [
         {"sentence": sentences.texts[row], **record}
         for row, record in zip(rows, written_records(pretrained, sentences, written, rows))

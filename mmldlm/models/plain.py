@@ -694,7 +694,6 @@ def start_text(
     model: PlainTransformer,
     latents: Tensor | None,
     batch: int | None = None,
-    is_null: Tensor | None = None,
 ) -> TextCache:
     """Return the cache of B empty texts; the prefix is computed here.
 
@@ -703,11 +702,10 @@ def start_text(
         latents: In model space; None: the null latent, or an unconditional model. [B, D] or [B, N,
             D]
         batch: B, without latents.
-        is_null: Samples whose latents are replaced by the learned null; None: none. [B] bool
     """
     config = model.config
     assert config.causal, "only a causal model keeps keys and values"
-    inputs = None if latents is None else LatentInputs(latents, is_null=is_null)
+    inputs = None if latents is None else LatentInputs(latents)
     count = batch if latents is None else len(latents)
     assert count is not None, "batch is needed without latents"
     encoded = model.encode_latents(inputs, count, caches=True)

@@ -111,11 +111,11 @@ def _figure(
     """
     lines = []
     for index, (run, values) in enumerate(zip(runs, series)):
-        if points := [(x, y, 0.0) for x, y in values if math.isfinite(y) and (y > 0 or not log_y)]:
+        if points := [(x, y) for x, y in values if math.isfinite(y) and (y > 0 or not log_y)]:
             lines.append(Line(run.name, points, index, index > 0, has_dots))
     if not lines:
         return None
-    steps = [x for line in lines for x, _, _ in line.points]
+    steps = [x for line in lines for x, _ in line.points]
     marks = [mark for run in runs for mark in _marks(run, min(steps), max(steps))]
     return line_plot(lines, "step", label, label, log_y=log_y, marks=marks)
 

@@ -454,9 +454,7 @@ class Pretrained:
     @property
     def renormalize(self) -> bool:
         """Whether samplers project x0 estimates onto the unit sphere."""
-        return (
-            self.latent_config is not None and self.latent_config.renormalize_x0 and self.unit_norm
-        )
+        return self.latent_config is not None and self.unit_norm
 
     @property
     def num_ids(self) -> int | None:

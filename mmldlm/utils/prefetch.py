@@ -14,7 +14,6 @@ def prefetch(
     items: Iterable[T],
     depth: int,
     *,
-    thread_name: str = "prefetch",
     on_start: Callable[[], None] | None = None,
 ) -> Iterator[T]:
     """Yield the items in order while a thread computes up to `depth` of them ahead.
@@ -25,7 +24,6 @@ def prefetch(
     Args:
         items: Items, which the thread consumes.
         depth: Largest number of items that wait for the consumer.
-        thread_name: Name of the thread.
         on_start: Function called first in the thread, for example to select a CUDA device.
     """
     ready: queue.Queue[tuple[str, object]] = queue.Queue(depth)
@@ -50,7 +48,7 @@ def prefetch(
         except BaseException as error:  # re-raised by the consumer
             put("error", error)
 
-    thread = threading.Thread(target=work, name=thread_name, daemon=True)
+    thread = threading.Thread(target=work, name="prefetch", daemon=True)
     thread.start()
     try:
         while True:

@@ -88,10 +88,18 @@ def test_a_removed_key_names_its_page_and_its_default_loads(key):
     assert with_new_names(stored)[section] == {"other": 1}
 
 
-def test_a_removed_key_that_did_nothing_is_stored_with_any_value(tmp_path):
-    for value in (None, "/a/folder"):
-        stored = {"tokenizer": {"name": "minilm", "cache_dir": value}}
-        assert with_new_names(stored) == {"tokenizer": {"name": "minilm"}}
+@pytest.mark.parametrize("key", [key for key, past in REMOVED.items() if not past.was_read])
+def test_a_stored_key_that_no_model_depends_on_is_dropped(key):
+    section, _, name = key.partition(".")
+    for value in (REMOVED[key].default, "another"):
+        assert with_new_names({"task": "hdlm", section: {name: value, "other": 1}})[section] == {
+            "other": 1
+        }
+    with pytest.raises(UserError, match=f"{key} .removed, {REMOVED[key].reason}"):
+        load_config("tiny", None, [f"{key}=another"])
+
+
+def test_a_removed_key_of_a_saved_file_is_no_error_with_its_default(tmp_path):
     saved = tmp_path / "config.yaml"
     saved.write_text("tokenizer: {name: minilm, cache_dir: null}\n")
     config = load_config("tiny", str(saved), [])

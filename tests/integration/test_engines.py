@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.engine_worker import BAD_STEP, ENGINES, RESUMED_BY, UNEVEN, engines_of
+from tests.support.engine_worker import (
+    BAD_STEP,
+    DS_CONFIGS,
+    ENGINES,
+    RESUMED_BY,
+    UNEVEN,
+    engines_of,
+)
 from tests.support.helpers import ROOT, read_log, run_ranks, train_words
 from tests.support.hypotheses import make_hypotheses
 from tests.support.image_store import make_image_store
@@ -45,6 +52,12 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(store, tmp_path):
                 assert records[step - 1][key] == expected, (name, step, key)
         # Refuses non-finite weights.
         convert(tmp_path / name / "latest", tmp_path / f"{name}_out")
+
+
+def test_every_file_of_ds_configs_is_trained():
+    """With offload: benchmarks/parity.py, in its short form, too."""
+    files = {path.stem for path in (ROOT / "ds_configs").glob("*.json")}
+    assert files == {*DS_CONFIGS, "zero3_offload"}
 
 
 def test_muon_on_every_engine(store, tmp_path):

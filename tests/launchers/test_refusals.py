@@ -1,5 +1,5 @@
-"""The scripts of launchers/ stop before they start anything, with exit code 2, where a run cannot
-be the one meant.
+"""The scripts of launchers/ start what their environment says, or stop before they start anything,
+with exit code 2, where a run cannot be the one meant.
 """
 
 from __future__ import annotations
@@ -24,13 +24,19 @@ OWN = (
 
 @pytest.fixture(scope="module")
 def venv(tmp_path_factory):
-    """A set-up environment with this mmldlm; what the scripts would start only says so."""
+    """A set-up environment with this mmldlm; what the scripts would start only prints its words,
+    and every host is this one. UNCHECKED=1: `mmldlm config --check` passes.
+    """
     venv = tmp_path_factory.mktemp("venv")
     (venv / "bin").mkdir()
     lines = {
         "python": f'exec {sys.executable} "$@"',
-        "mmldlm": f'PYTHONPATH={ROOT} exec {sys.executable} -m mmldlm.cli "$@"',
-    } | {name: f"echo started {name}" for name in STARTED}
+        "mmldlm": (
+            '[ -z "$UNCHECKED" ] || exit 0\n'
+            f'PYTHONPATH={ROOT} exec {sys.executable} -m mmldlm.cli "$@"'
+        ),
+        "ssh": 'for last; do :; done; exec sh -c "$last"',
+    } | {name: f"printf '%s\\n' 'started {name}' \"$@\"" for name in STARTED}
     for name, line in lines.items():
         (venv / "bin" / name).write_text(f"#!/bin/sh\n{line}\n")
         (venv / "bin" / name).chmod(0o755)
@@ -51,6 +57,14 @@ def script(venv, name: str, *words: str, **environment: str) -> subprocess.Compl
     }
     command = ["bash", f"launchers/{name}", *words]
     return subprocess.run(command, cwd=ROOT, env=own, capture_output=True, text=True, timeout=120)
+
+
+def started(venv, name: str, *words: str, **environment: str) -> list[str]:
+    """The words of the program that a script started."""
+    run = script(venv, name, *words, UNCHECKED="1", **environment)
+    assert run.returncode == 0, run.stderr
+    first, *rest = run.stdout.splitlines()
+    return [first.removeprefix("started "), *rest]
 
 
 TWO = "hostfiles/two_nodes"
@@ -80,7 +94,64 @@ def test_without_a_store_no_rank_starts(venv, name):
 def test_with_a_store_ranks_start(venv, store):
     words = (f"data.latent_data_root={store}", "logging.run_name=never_made")
     run = script(venv, "single_node.sh", *words, CONFIG_NAME="tiny", NPROC_PER_NODE="2")
-    assert (run.returncode, run.stdout) == (0, "started torchrun\n"), run.stderr
+    assert run.returncode == 0 and run.stdout.startswith("started torchrun\n"), run.stderr
+
+
+def test_single_node_turns_the_environment_into_words(venv):
+    words = started(
+        venv,
+        "single_node.sh",
+        "training.loss_type=l2t",
+        "a={b: 1}",
+        NPROC_PER_NODE="2",
+        OPTIMIZER_LR="5e-5",
+        LATENT_DIM="32",
+        DS_CONFIG="ds_configs/zero2.json",
+    )
+    assert words[:5] == ["torchrun", "--nnodes", "1", "--nproc_per_node", "2"]
+    assert words[words.index("-m") :] == [
+        "-m",
+        "mmldlm.train",
+        "--config-name",
+        "mmdit_stable",
+        "--deepspeed_config",
+        "ds_configs/zero2.json",
+        "optimizer.lr=5e-5",
+        "model.latent_dim=32",
+        "training.loss_type=l2t",
+        "a={b: 1}",
+    ]
+
+
+def test_multi_node_by_torchrun_and_by_hostfile(venv):
+    where = {"NNODES": "2", "RANK": "1", "MASTER_ADDR": "n0", "NPROC_PER_NODE": "8"}
+    words = started(venv, "multi_node.sh", **where)
+    assert words[:10] == [
+        "torchrun",
+        "--nnodes",
+        "2",
+        "--node_rank",
+        "1",
+        "--nproc_per_node",
+        "8",
+        "--master_addr",
+        "n0",
+        "--master_port",
+    ]
+    words = started(venv, "multi_node.sh", HOSTFILE=TWO, MASTER_ADDR="node1")
+    assert words[:3] == ["deepspeed", "--hostfile", TWO] and "--force_multi" in words
+    assert words[words.index("--master_addr") + 1] == "node1"
+    # DeepSpeed's launcher would leave the ranks of this machine behind when a signal ends it.
+    platform = {"RANK": "3", "WORLD_SIZE": "4"}
+    words = started(venv, "multi_node.sh", HOSTFILE="hostfiles/two_ranks_here", **platform)
+    assert words[:5] == ["torchrun", "--nnodes", "1", "--node_rank", "0"]
+    assert words[5:9] == ["--nproc_per_node", "2", "--master_addr", "127.0.0.1"]
+
+
+def test_no_python_is_a_clear_error(tmp_path):
+    run = script(tmp_path / "venv", "single_node.sh", MMLDLM_PYTHON="no-such-python")
+    assert run.returncode == 2 and run.stdout == "", run.stdout
+    assert "expected Python 3.11 or newer" in run.stderr and "MMLDLM_PYTHON=" in run.stderr
 
 
 @pytest.mark.parametrize(
@@ -97,9 +168,17 @@ def test_with_a_store_ranks_start(venv, store):
             {"LEARNING_RATE": "1e-4", "OPTIMIZER_LR": "1e-5"},
             ("disagree", "keep one"),
         ),
+        ("single_node.sh", {"NNODES": "2"}, ("launchers/multi_node.sh",)),
+        ("single_node.sh", {"DS_CONFIG": "nowhere.json"}, ("nowhere.json cannot be read",)),
         ("single_node.sh", {"NPROC_PER_NODE": "all"}, ("NPROC_PER_NODE=all", "integer")),
         ("single_node.sh", {"HOSTFILE": "hostfiles/two_nodes"}, ("HOSTFILE", "multi_node.sh")),
         ("single_node.sh", {"NODE_RANK": "1"}, ("NODE_RANK=1", "multi_node.sh")),
+        ("multi_node.sh", {}, ("neither HOSTFILE nor NNODES",)),
+        ("multi_node.sh", {"NNODES": "2", "NODE_RANK": "0"}, ("MASTER_ADDR is not set",)),
+        ("multi_node.sh", {"NNODES": "2", "MASTER_ADDR": "n0"}, ("NODE_RANK is not set",)),
+        ("multi_node.sh", {"HOSTFILE": "nowhere"}, ("nowhere cannot be read",)),
+        ("multi_node.sh", {"HOSTFILE": "LICENSE", "MASTER_ADDR": "n0"}, ("names no node",)),
+        ("multi_node.sh", {"HOSTFILE": TWO}, ("MASTER_ADDR is not set",)),
         (
             "multi_node.sh",
             {"NNODES": "two", "MASTER_ADDR": "n0", "NODE_RANK": "0"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from mmldlm.preflight import checks
 from mmldlm.preflight.check import ERROR, Check, check, majority, run_check
+from mmldlm.preflight.checks.config import DATA_CHECKS
 from mmldlm.preflight.report import exit_code
 from mmldlm.preflight.runner import CHECK_MODULES, all_checks
 from tests.support.helpers import ROOT
@@ -47,6 +50,29 @@ def test_the_table_lists_every_check_with_its_level():
 def test_every_file_of_checks_is_listed():
     files = {path.stem for path in Path(checks.__file__).parent.glob("*.py")} - {"__init__"}
     assert files == {module.__name__.rpartition(".")[2] for module in CHECK_MODULES}
+
+
+def test_every_check_that_reads_the_data_probe_is_listed():
+    """A check reads it itself or through functions of its file."""
+    found = set()
+    for module in CHECK_MODULES:
+        functions = {
+            node.name: {
+                getattr(part, "attr", None) or getattr(part, "id", None) for part in ast.walk(node)
+            }
+            for node in ast.parse(inspect.getsource(module)).body
+            if isinstance(node, ast.FunctionDef)
+        }
+        readers, before = {"data_facts", "data_probe_error"}, None
+        while readers != before:
+            before = set(readers)
+            readers |= {name for name, used in functions.items() if used & before}
+        found |= {
+            check.id
+            for check in all_checks()
+            if check.function.__module__ == module.__name__ and check.function.__name__ in readers
+        }
+    assert found == DATA_CHECKS
 
 
 def test_majority_prefers_the_first_node_of_a_tie():

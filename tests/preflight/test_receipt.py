@@ -12,6 +12,7 @@ import pytest
 from mmldlm.commands import preflight
 from mmldlm.errors import UserError
 from mmldlm.preflight import receipt
+from mmldlm.preflight.checks import config
 from mmldlm.tasks.registry import load_config
 from mmldlm.utils.run_files import PREFLIGHT
 
@@ -71,6 +72,21 @@ def test_unknown_check_ids_are_refused(tmp_path):
         run(tmp_path, "--only", "NET999")
     with pytest.raises(UserError):
         run(tmp_path, "--explain", "NET999")
+
+
+@pytest.mark.parametrize("id", ["HOST001", "CFG003"])
+def test_the_data_are_opened_for_checks_that_read_them(store, tmp_path, monkeypatch, id):
+    """By a child that imports torch."""
+    started = []
+
+    def command(*words):
+        started.append(words)
+        return ["echo", "{}"]
+
+    monkeypatch.setattr(config, "module_command", command)
+    words = ["--config-name", "tiny", f"data.latent_data_root={store}", "--level", "0"]
+    run(tmp_path, *words, "--only", id)
+    assert len(started) == (id == "CFG003")
 
 
 def test_explain_prints_what_a_check_looks_at(tmp_path, capsys):

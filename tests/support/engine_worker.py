@@ -20,11 +20,17 @@ from mmldlm.tasks.registry import load_config  # noqa: E402
 from mmldlm.train import check_run, train
 from tests.support.run_files import drop_checkpoints
 
+ROOT = Path(__file__).resolve().parents[2]
 ENGINES = {
     "ddp": ["engine.kind=ddp"],
     "fsdp": ["engine.kind=fsdp"],
     **{f"zero{stage}": [f"engine.zero_stage={stage}"] for stage in range(4)},
 }
+DS_CONFIGS = {
+    name: [f"engine.deepspeed_config={ROOT / 'ds_configs' / name}.json"]
+    for name in ("zero1", "zero2", "zero3")
+}
+"""Settings of an engine in a file that users start from."""
 # What the last batch of an epoch, a mode without masked tokens, or frozen groups do to some ranks.
 UNEVEN = {
     # 21 samples in global batches of 8: the last has 5, so two of its four micro-batches of 2 are
@@ -115,7 +121,7 @@ def nonfinite(store: str, folder: str) -> None:
     single process with which they are compared). In fp32: benchmarks/fault_injection.py.
 
     Two accumulated micro-batches, a weight that two modules share, and an epoch whose last batch
-    is short: where engines go wrong first.
+    is short: where engines go wrong first. ZeRO has the settings of ds_configs/.
     """
     from mmldlm.data import loader
     from mmldlm.engines.deepspeed import DeepSpeedEngine
@@ -164,7 +170,7 @@ def nonfinite(store: str, folder: str) -> None:
         run(store, folder, "bf16_single", "engine.kind=single", "training.dtype=bf16", *words)
         return
     # ZeRO-3 last: DeepSpeed then replaces torch's linear function in the whole process.
-    for name, engine in ENGINES.items():
+    for name, engine in {**ENGINES, **DS_CONFIGS}.items():
         calls[0] = 0
         run(store, folder, f"bf16_{name}", *engine, "training.dtype=bf16", *words)
 

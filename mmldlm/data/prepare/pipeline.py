@@ -222,7 +222,7 @@ class _Preparation:
         corpora = {name: report.entry(num_kept[name]) for name, report in reports.items()}
         *count, dim = source.latent_shape
         manifest = {
-            "format": source.format,
+            "format": FORMAT,
             "version": VERSION,
             **source.kind_entry(),
             "latent_dim": dim,
@@ -235,7 +235,7 @@ class _Preparation:
             "options": plan["options"],
             "units": plan_digest(plan),
             **inputs_entry(plan["inputs"]),
-            "files": list_files(folder) if source.format == FORMAT else {},
+            "files": list_files(folder),
             "created_with": versions(*source.packages),
         }
         if "validation" in corpora:

@@ -24,12 +24,12 @@ class Interval(NamedTuple):
 
 
 class Line(NamedTuple):
-    """Points (x, y, half of the interval of y) to be joined by a line; `series` chooses the color;
-    a line of many points has no dots.
+    """Points (x, y) to be joined by a line; `series` chooses the color; a line of many points has
+    no dots.
     """
 
     label: str
-    points: Sequence[tuple[float, float, float]]
+    points: Sequence[tuple[float, float]]
     series: int = 0
     is_dashed: bool = False
     has_dots: bool = True
@@ -43,15 +43,15 @@ class Mark(NamedTuple):
     series: int
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Return round numbers from at most `low` to at least `high`, about `count` of them.
+def ticks(low: float, high: float) -> list[float]:
+    """Return round numbers from at most `low` to at least `high`, about five of them.
 
     Values that differ in their last digits alone count as one.
     """
     size = max(abs(low), abs(high))
     span = high - low if high - low > 1e-9 * size else size or 1.0
-    step = 10.0 ** math.floor(math.log10(span / count))
-    step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= count)
+    step = 10.0 ** math.floor(math.log10(span / 5))
+    step *= next(factor for factor in (1, 2, 5, 10) if span / (step * factor) <= 5)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [
         float(f"{step * multiple:.12g}") for multiple in range(first, max(last, first + 1) + 1)
@@ -100,31 +100,23 @@ def line_plot(
     x_label: str,
     y_label: str,
     caption: str,
-    log_x: bool = False,
     log_y: bool = False,
     marks: Sequence[Mark] = (),
 ) -> Element:
-    """Return a figure of lines with their intervals over common axes, and a legend below.
+    """Return a figure of lines over common axes, and a legend below.
 
     Args:
         caption: Sentence below the figure, unless it only repeats y_label, which stands above.
-        log_x: Whether the x axis is logarithmic, of base 2; every x is then above 0.
-        log_y: Whether the y axis is logarithmic, of base 10; every end of an interval is then
-            above 0.
+        log_y: Whether the y axis is logarithmic, of base 10; every y is then above 0.
         marks: What is marked on the x axis, within the range of the lines.
     """
     points = [point for line in lines for point in line.points]
-    across = [math.log2(x) if log_x else x for x, _, _ in points]
-    x_marks = (
-        list(range(math.floor(min(across)), math.ceil(max(across)) + 1))
-        if log_x
-        else ticks(min(across), max(across))
-    )
+    across = [x for x, _ in points]
+    x_marks = ticks(min(across), max(across))
     # A run of 1,600 steps ends at 1,600, and not at the next tick, 2,000.
-    x_end = x_marks[-1] if log_x or max(across) <= x_marks[0] else max(across)
+    x_end = x_marks[-1] if max(across) <= x_marks[0] else max(across)
     x_marks = [mark for mark in x_marks if mark <= x_end * (1 + 1e-9)]
-    ends = [end for _, y, half in points for end in (y - half, y + half)]
-    heights = [math.log10(end) if log_y else end for end in ends]
+    heights = [math.log10(y) if log_y else y for _, y in points]
     y_marks = ticks(min(heights), max(heights))
     y_texts = [f"{10**mark:.3g}" if log_y else f"{mark:g}" for mark in y_marks]
     # Room for the longest value, at 7 units a character.
@@ -138,15 +130,15 @@ def line_plot(
         return round(top + height * (y_marks[-1] - mark) / (y_marks[-1] - y_marks[0]), 1)
 
     def at(x: float, y: float) -> tuple[float, float]:
-        return across_to(math.log2(x) if log_x else x), down_to(math.log10(y) if log_y else y)
+        return across_to(x), down_to(math.log10(y) if log_y else y)
 
     parts = [element("text", y_label, x=0, y=12, class_="faint")]
     for mark in x_marks:
         x = across_to(mark)
         parts.append(element("line", x1=x, x2=x, y1=top, y2=top + height, class_="grid"))
-        value = f"{2.0**mark if log_x else mark:g}"
+        text = f"{mark:g}"
         parts.append(
-            element("text", value, x=x, y=top + height + 16, text_anchor="middle", class_="faint")
+            element("text", text, x=x, y=top + height + 16, text_anchor="middle", class_="faint")
         )
     for mark, text in zip(y_marks, y_texts):
         y = down_to(mark)
@@ -171,18 +163,13 @@ def line_plot(
 def _line(line: Line, at: Callable[[float, float], tuple[float, float]], legend: float) -> Element:
     """Return a line with its points, and its entry in the legend at the height `legend`."""
     dashes = {"stroke_dasharray": "6 4"} if line.is_dashed else {}
-    places = [at(x, y) for x, y, _ in line.points]
+    places = [at(x, y) for x, y in line.points]
     joined = " ".join(f"{x:g},{y:g}" for x, y in places)
     parts = [element("polyline", points=joined, class_="line", **dashes)]
-    for (x, y, half), (across, down) in zip(line.points, places) if line.has_dots else ():
-        title = element(
-            "title", f"{line.label}: {y:.4g} \N{PLUS-MINUS SIGN} {half:.2g} at {x:.4g}"
-        )
-        ends = at(x, y - half)[1], at(x, y + half)[1]
-        error = element("line", x1=across, x2=across, y1=ends[0], y2=ends[1], class_="error")
-        parts.append(
-            element("g", title, error, element("circle", cx=across, cy=down, r=3.5, class_="dot"))
-        )
+    for (x, y), (across, down) in zip(line.points, places) if line.has_dots else ():
+        title = element("title", f"{line.label}: {y:.4g} at {x:.4g}")
+        dot = element("circle", cx=across, cy=down, r=3.5, class_="dot")
+        parts.append(element("g", title, dot))
     parts.append(
         element("line", x1=0, x2=24, y1=legend - 5, y2=legend - 5, class_="line", **dashes)
     )

@@ -29,14 +29,18 @@ from mmldlm.tasks.registry import load_config
 from mmldlm.utils.entry_point import module_command
 
 DATA_IDLE_SECONDS = 30
+DATA_CHECKS = {"CFG003", "DATA001", "MEM001", "MEM002", "DISK001", "RES001", "GPU001"}
+"""Checks that read data_facts or data_probe_error."""
 
 
 @contextlib.contextmanager
 def data_probe(context: Context) -> Iterator[None]:
     """Open the data in a child process while the block runs, then wait for it; store its result
-    in the context, or why it has none.
+    in the context, or why it has none. Without a check that reads it, start no child.
     """
-    if context.config is None:
+    # At level 4 the dry run reads it, too.
+    is_read = context.level >= 4 or bool(DATA_CHECKS & context.check_ids)
+    if context.config is None or not is_read:
         yield
         return
     with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".yaml") as file:

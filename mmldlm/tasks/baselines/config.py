@@ -217,8 +217,8 @@ class HdlmModelConfig(BidirectionalModelConfig):
 
 
 class HdlmDiffusionConfig(Section):
-    """Word -> cluster -> [MASK] (HDLM, arXiv 2510.08632), with the right cluster always
-    (xi = 1).
+    """Word -> cluster -> [MASK] (HDLM, arXiv 2510.08632), with the right cluster always (the
+    paper's xi = 1).
     """
 
     on_resume = OnResume.FIXED
@@ -229,14 +229,6 @@ class HdlmDiffusionConfig(Section):
     """
     num_clusters: Annotated[int | None, FilledFromData()] = Field(None, ge=1, le=MAX_COUNT)
     """Clusters n. None: the root of the vocabulary, at most 128."""
-    cluster_vectors: Literal["cooccurrence", "encoder"] = "cooccurrence"
-    """What tokens are clustered by. cooccurrence: which frequent tokens stand near them in the
-    training texts (PPMI). encoder: the input embeddings of the encoder that made the latents,
-    where it shares the text's tokenizer; the clusters then know more than the training texts say,
-    which a comparison must name."""
-    xi: Literal[1] = 1
-    """Probability that a cluster is the right one. The paper's xi < 1 is not offered: its loss
-    only approximates a bound, and could not be compared with others."""
 
 
 class HdlmLossConfig(DiffusionLossConfig):

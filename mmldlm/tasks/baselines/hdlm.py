@@ -23,7 +23,7 @@ from mmldlm.models.plain import PlainTransformer
 from mmldlm.models.plain_config import PlainConfig
 from mmldlm.tasks.baselines.config import HdlmConfig
 from mmldlm.tasks.baselines.divergence import DivergenceTask
-from mmldlm.tasks.initialization import counted_texts, encoder_token_embeddings
+from mmldlm.tasks.initialization import counted_texts
 from mmldlm.tasks.latent_data import LatentData, open_latent_data
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.validation import not_none
@@ -45,7 +45,8 @@ class HdlmData(LatentData):
         config = self.config
         count = not_none(config.text_diffusion.num_clusters)
         specials = self._special_tokens()
-        vectors = self._vectors()
+        texts = self.train.get(counted_texts(len(self.train_lengths))).tokens
+        vectors = cooccurrence_vectors(texts, not_none(config.model.vocab_size))
         if count > len(vectors) - len(specials):
             raise UserError(
                 f"text_diffusion.num_clusters of at most {len(vectors) - len(specials)}, the words"
@@ -58,14 +59,6 @@ class HdlmData(LatentData):
     def fingerprint(self) -> str:
         """Fingerprint of the training split and of the clusters: a resume must find both."""
         return hashlib.sha256(super().fingerprint().encode() + self.clusters.tobytes()).hexdigest()
-
-    def _vectors(self) -> np.ndarray:
-        model, vocab_size = self.config.model, not_none(self.config.model.vocab_size)
-        if self.config.text_diffusion.cluster_vectors == "encoder":
-            vectors = encoder_token_embeddings(self.train, model.hidden_size)
-            return np.pad(vectors, ((0, vocab_size - len(vectors)), (0, 0)))
-        texts = self.train.get(counted_texts(len(self.train_lengths))).tokens
-        return cooccurrence_vectors(texts, vocab_size)
 
     def _special_tokens(self) -> set[int]:
         model = self.config.model

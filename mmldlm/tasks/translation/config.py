@@ -138,10 +138,6 @@ class LatentDiffusionConfig(Section):
 
     The norm is lost: samples are unit vectors.
     """
-    renormalize_x0: bool = True
-    """Sampling puts x0 predictions back on the sphere when the encoder's latents are unit vectors.
-
-    """
     clamp_x0: float | None = Field(None, gt=0, le=LARGEST)
     """Sampling clamps x0 predictions to [-c, c] in the space of the stored latents: 1 for pixels.
 

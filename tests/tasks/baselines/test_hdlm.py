@@ -66,37 +66,10 @@ def test_the_data_decides_the_clusters_and_the_same_seed_finds_the_same(store):
     assert data_of(store).config.text_diffusion.num_clusters == 128  # below the root of 30,522
 
 
-def test_clusters_of_the_encoders_vectors_hold_words_that_mean_alike(store):
-    """Its vectors know words that the training texts do not have: weekdays share a cluster."""
-    from mmldlm.data.encoders.model_files import read_tokenizer
-
-    words = ("text_diffusion.num_clusters=6", "text_diffusion.cluster_vectors=encoder")
-    data, other = data_of(store, *words), data_of(store, words[0])
-    clusters, tokenizer = (
-        data.clusters,
-        read_tokenizer(data.train.root / "tokenizer", "the tokenizer", ""),
-    )
-    days = clusters[
-        tokenizer.convert_tokens_to_ids(
-            "monday tuesday wednesday thursday friday saturday".split()
-        )
-    ]
-    numbers = clusters[tokenizer.convert_tokens_to_ids("three four five six seven eight".split())]
-    assert days[0] >= 0 and len(set(days.tolist())) == 1 and len(set(numbers.tolist())) == 1, (
-        days,
-        numbers,
-    )
-    assert (clusters == -1).sum() == (other.clusters == -1).sum() and clusters.max() == 5
-    assert data.fingerprint() != other.fingerprint() and np.array_equal(
-        clusters, data_of(store, *words).clusters
-    )
-
-
 @pytest.mark.parametrize(
     "word, message",
     [
         ("model.extra_input_tokens=5", "extra_input_tokens"),
-        ("text_diffusion.xi=0.9", "xi"),
         ("model.tie_embeddings=true", "tie_embeddings"),
         ("loss.text_weighting=dynamic", "text_weighting"),
     ],
