@@ -97,8 +97,7 @@ def _parse(text: str, path: Path) -> tuple[list[Node], list[str]]:
     for line_number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        # A comment after a node, which DeepSpeed and mpirun leave out too.
-        node, problem = _read_line(re.sub(r"\s#.*", "", line), line_number)
+        node, problem = _read_line(line, line_number)
         if problem is None and (first := next((n for n in nodes if n.name == node.name), None)):
             problem = f"{node.name} is already in line {first.line}"
         if problem is not None:
@@ -148,6 +147,8 @@ def _read_bytes(path: Path) -> bytes:
 def _read_line(line: str, line_number: int) -> tuple[Node | None, str | None]:
     """Return (node, None) or (None, problem)."""
     name, *rest = line.split()
+    if "#" in line:
+        return None, "a comment after a node: put the comment on its own line"
     if _RANGE.search(name):
         return (
             None,

@@ -25,9 +25,7 @@ def hostfile(tmp_path):
 
 
 def test_names_slots_and_comments(hostfile):
-    path = hostfile(
-        "# two machines\nnode1 slots=8\t# rack 3\n\n  # more\nnode-2.cluster  slots=4\n"
-    )
+    path = hostfile("# two machines\nnode1 slots=8\n\n  # more\nnode-2.cluster  slots=4\n")
     assert read_hostfile(path) == [Node("node1", 8, 2), Node("node-2.cluster", 4, 5)]
 
 
@@ -44,7 +42,7 @@ def test_names_slots_and_comments(hostfile):
         ("a slots=1\nb slots=1\na slots=1\n", 3, "already in line 1"),
         ("node[1-2] slots=2\n", 1, "a range"),
         ("localhost slots=1\nb slots=2\n", 1, "another machine on every node"),
-        ("a slots=2# big one\n", 1, "only slots=N may follow"),
+        ("a slots=2 # big one\n", 1, "comment"),
         ("root@a slots=2\n", 1, "~/.ssh/config"),
         ("\ufeffa slots=2\n", 1, "byte order mark"),
         ("a slots=2 max_slots=3\n", 1, "only slots=N may follow"),

@@ -56,15 +56,23 @@ def test_preflight_takes_its_ranks_from_one_place():
         runner.create_context(parser.parse_args(words))
 
 
-def test_the_dry_run_of_a_profiled_run_is_a_valid_config():
-    """Its steps end before those of the profile begin."""
+@pytest.mark.parametrize(
+    ("word", "num_validated"),
+    [
+        # Its steps end before those of the profile begin.
+        ("training.profile=[100,105]", 64),
+        # Of several stores all samples are used.
+        ("data.mixture={/a: 1, /b: 1}", "auto"),
+    ],
+)
+def test_the_dry_run_of_a_run_is_a_valid_config(word, num_validated):
     parser = argparse.ArgumentParser()
     preflight.add_arguments(parser)
-    words = ["--config-name", "tiny", "training.profile=[100,105]"]
-    words.append("training.num_train_steps=1000")
+    words = ["--config-name", "tiny", word, "training.num_train_steps=1000"]
     context = runner.create_context(parser.parse_args(words))
     dry = dry_run_arguments(context, "dry", ["training.num_train_steps=2"])
     parser = argparse.ArgumentParser()
     config_options.add_arguments(parser)
     config = config_options.parse_config(parser.parse_args(dry))
-    assert config.training.profile is None and config.data.max_validation_samples == 64
+    assert config.training.profile is None
+    assert config.data.max_validation_samples == num_validated

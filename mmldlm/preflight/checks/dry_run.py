@@ -55,7 +55,8 @@ def dry_run_arguments(context: Context, name: str, more: list[str]) -> list[str]
         "logging.eval_samples=0",
         "training.profile=null",
     ]
-    if hasattr(context.config.data, "max_validation_samples"):
+    # Of several stores all samples are used.
+    if getattr(context.config.data, "mixture", None) is None:
         overrides.append(f"data.max_validation_samples={DRY_VALIDATION_SAMPLES}")
     return [*train_arguments(context.options), *overrides, *more]
 
