@@ -11,7 +11,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mmldlm.commands import RemovedOption
 from mmldlm.data.corpora.image_lists import holds_images
 from mmldlm.data.corpora.text_corpus import DEFAULT_CORPUS
 from mmldlm.data.corpora.text_files import kind_of
@@ -23,9 +22,9 @@ from mmldlm.data.prepare.options import (
     PrepareOptions,
     to_arguments,
 )
+from mmldlm.data.writers import LAYOUTS
 from mmldlm.distributed.environment import set_rank_environment
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError, UserError
-from mmldlm.sampling.settings import RESULTS_PAGE
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import naming_errors
 from mmldlm.utils.entry_point import module_command
@@ -54,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ranks on this machine (default: its GPUs, or 1)",
     )
     add = parser.add_argument
-    add("--layout", action=RemovedOption, page=RESULTS_PAGE)
+    add("--layout", choices=LAYOUTS, help="files: one .txt and one .npy per sample, as in MM-LDLM")
     add(
         "--seed",
         type=NUMBERS["seed"],

@@ -47,7 +47,7 @@ from mmldlm.data.prepare.work_dir import (
 from mmldlm.data.sentences import MAX_TEXT_BYTES, content_hash, fold_spaces
 from mmldlm.data.store import FORMAT, SPLITS, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.unknown_tokens import check_unknown_share
-from mmldlm.data.writers import Block, LatentStatistics, StoreSplit
+from mmldlm.data.writers import FILES_FORMAT, Block, LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import list_files
 from mmldlm.utils.formatting import describe_counts, is_utf8, join_some
@@ -425,11 +425,11 @@ def _blocks(samples: list[_Usable], latent_shape: tuple[int, ...]) -> Iterator[B
 
 
 def _read_manifest(source: Path) -> dict[str, Any]:
-    """Read the manifest of a folder that `mmldlm prepare --layout files` of 0.2 wrote; {} for
-    other folders.
+    """Read the manifest of a folder that `mmldlm prepare --layout files` wrote; {} for other
+    folders.
     """
     path = source / MANIFEST
     if not path.is_file():
         return {}
-    manifest = read_json(path, "delete it, and give its encoder and latents per text as options")
-    return manifest if manifest.get("format") == "mmldlm-files" else {}
+    manifest = read_json(path, "delete it, or write the folder again")
+    return manifest if manifest.get("format") == FILES_FORMAT else {}

@@ -1,7 +1,10 @@
-"""Write prepared samples as a packed store, and the statistics of their latents."""
+"""Write prepared samples, as a packed store or as one file per sample in MM-LDLM's layout, and the
+statistics of their latents.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,8 +13,11 @@ from typing import Any
 import numpy as np
 
 from mmldlm.data.arrays import NpyWriter
+from mmldlm.utils.atomic_files import fsync_path
 from mmldlm.utils.resources import require_memory
 
+LAYOUTS = ("store", "files")
+FILES_FORMAT = "mmldlm-files"
 # Most pixels of a side of an image; most latents of a sample, and most values of one.
 MAX_IMAGE_SIZE, MAX_LATENTS, MAX_LATENT_DIM = 1 << 14, 1 << 20, 1 << 20
 # Most rows in the covariance, about: its cost grows with D^2, and more do not change its spectrum.
@@ -129,6 +135,61 @@ class StoreSplit:
         """Finish the files; return the split's summary for the manifest."""
         for writer in self._arrays.values():
             writer.close()
+        return self.summary
+
+
+class FilesSplit:
+    """One split as texts/SPLIT/*.txt, latents/SPLIT/*.npy and SPLIT_data.json (MM-LDLM's layout).
+
+    Args:
+        root: Folder of the output.
+        split: Name of the split.
+        dataset, model: Entries of every record.
+    """
+
+    def __init__(self, root: Path, split: str, dataset: str, model: str):
+        self.root, self.split, self.dataset, self.model = root, split, dataset, model
+        for kind in ("texts", "latents"):
+            (root / kind / split).mkdir(parents=True)
+        self._json = open(root / f"{split}_data.json", "w", encoding="utf-8")
+        self._json.write("[")
+        self.summary = {"num_samples": 0, "num_tokens": 0, "max_tokens": 0}
+
+    def add(
+        self,
+        texts: Sequence[str],
+        tokens: Sequence[np.ndarray],
+        latents: np.ndarray,
+        documents: np.ndarray,
+        groups: None = None,
+    ) -> None:
+        """Write samples of texts, two files each."""
+        for text, ids, latent, document in zip(texts, tokens, latents, documents, strict=True):
+            index = self.summary["num_samples"]
+            name = f"{self.split}_{index:09d}"
+            record = {
+                "text": text,
+                "text_path": f"texts/{self.split}/{name}.txt",
+                "latent_path": f"latents/{self.split}/{name}.npy",
+                "dataset": self.dataset,
+                "doc_id": int(document),
+                "model": self.model,
+                "embedding_dim": latent.shape[-1],
+            }
+            (self.root / record["text_path"]).write_text(text, encoding="utf-8")
+            np.save(self.root / record["latent_path"], np.asarray(latent, dtype=np.float32))
+            self._json.write(
+                ("" if index == 0 else ",") + "\n" + json.dumps(record, ensure_ascii=False)
+            )
+            self.summary["num_samples"] += 1
+            self.summary["num_tokens"] += len(ids)
+            self.summary["max_tokens"] = max(self.summary["max_tokens"], len(ids))
+
+    def close(self) -> dict[str, int]:
+        """Finish the JSON file; return the split's summary for the manifest."""
+        self._json.write("\n]\n")
+        self._json.close()
+        fsync_path(self.root / f"{self.split}_data.json")
         return self.summary
 
 

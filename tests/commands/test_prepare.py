@@ -56,12 +56,6 @@ def _parse(*words):
     return prepare.to_options(parser.parse_intermixed_args([*words, "--output-dir", "out"]))
 
 
-def test_a_removed_option_is_an_error_that_names_its_page(capsys):
-    with pytest.raises(SystemExit):
-        _parse("--layout", "files")
-    assert "--layout was removed: docs/results/options.md" in capsys.readouterr().err
-
-
 def test_options_of_images_survive_the_way_to_the_ranks():
     wanted = ImageOptions(
         "out", "glyphs", latents="pca:64", faces=3, image_size=32, max_quarantined=0.2, seed=3

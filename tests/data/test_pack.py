@@ -17,6 +17,8 @@ from mmldlm.commands import pack
 from mmldlm.data import pack as packing
 from mmldlm.data.pack import PackOptions
 from mmldlm.data.prepare import tokenizer as tokenizers
+from mmldlm.data.prepare.options import PrepareOptions
+from mmldlm.data.prepare.pipeline import prepare
 from mmldlm.data.store import Store
 from mmldlm.data.verify import verify
 from mmldlm.errors import UserError
@@ -25,22 +27,12 @@ pytestmark = pytest.mark.usefixtures("need_minilm")
 
 
 @pytest.fixture(scope="module")
-def files(sentences, tmp_path_factory):
-    """What `prepare --layout files` of mmldlm 0.2 wrote: MM-LDLM's layout, and a manifest."""
-    root, rng = tmp_path_factory.mktemp("files"), np.random.default_rng(0)
-    for split, texts in (("train", sentences[:8]), ("validation", sentences[8:12])):
-        (root / "latents" / split).mkdir(parents=True)
-        records = [
-            {"text": text, "latent_path": f"latents/{split}/{split}_{row:09d}.npy"}
-            for row, text in enumerate(texts)
-        ]
-        for record in records:
-            np.save(root / record["latent_path"], rng.normal(size=(2, 8)).astype(np.float32))
-        (root / f"{split}_data.json").write_text(json.dumps(records))
-    encoder = {"name": "e5", "source": "intfloat/e5-base-v2", "normalize": False}
-    manifest = {"format": "mmldlm-files", "latents_per_text": 2, "encoder": encoder}
-    (root / "manifest.json").write_text(json.dumps(manifest))
-    return root
+def files(need_minilm, corpus_file, tmp_path_factory):
+    """What `prepare --layout files` makes of the same sentences as made_store."""
+    root = tmp_path_factory.mktemp("files") / "layout"
+    return prepare(
+        PrepareOptions(str(root), str(corpus_file), validation_samples=10, layout="files")
+    )
 
 
 def _texts(root, split):
@@ -48,18 +40,29 @@ def _texts(root, split):
     return store.texts(range(len(store)))
 
 
-def test_the_lists_and_the_manifest_of_a_folder_are_read(files, tmp_path, sentences):
+def _arrays(root):
+    names = ("text", "tokens", "text_offsets", "token_offsets", "latents")
+    return {
+        f"{split}/{name}": (root / split / f"{name}.npy").read_bytes()
+        for split in ("train", "validation")
+        for name in names
+    }
+
+
+def test_the_files_layout_is_mm_ldlms_and_packs_to_the_same_store(files, made_store, tmp_path):
+    records = json.loads((files / "train_data.json").read_text())
+    assert len(records) == 38 and (files / "validation_data.json").is_file()
+    for record in records:
+        assert (files / record["text_path"]).read_text() == record["text"]
+        assert np.load(files / record["latent_path"]).shape == (384,)
     root = packing.pack(PackOptions(str(files), str(tmp_path / "s")))
-    store = Store(root)
-    assert _texts(root, "train") == sentences[:8]
-    assert _texts(root, "validation") == sentences[8:12] and verify(root) == []
-    first = np.load(files / "latents" / "train" / "train_000000000.npy")
-    np.testing.assert_array_equal(store.get([0]).latents, first[None])
-    known = json.loads((files / "manifest.json").read_text())
-    assert store.manifest["encoder"] == known["encoder"] and store.latents_per_text == 2
-    assert store.manifest["corpus"]["read"] == store.manifest["corpus"]["kept"] == 12
-    with pytest.raises(UserError, match="latent not one vector"):
-        packing.pack(PackOptions(str(files), str(tmp_path / "t"), latents_per_text=1))
+    assert _arrays(root) == _arrays(made_store) and verify(root) == []
+    manifest, known = Store(root).manifest, Store(made_store).manifest
+    assert (
+        manifest["encoder"] == known["encoder"]
+        and manifest["latent_stats"] == known["latent_stats"]
+    )
+    assert manifest["corpus"]["read"] == manifest["corpus"]["kept"] == 48
 
 
 def test_files_are_distinguished_from_a_store(files, tmp_path):
@@ -72,14 +75,12 @@ def test_files_are_distinguished_from_a_store(files, tmp_path):
 
 def test_a_latent_that_the_list_forgot_is_counted(files, tmp_path):
     shutil.copytree(files, tmp_path / "files")
-    np.save(
-        tmp_path / "files" / "latents" / "train" / "forgotten.npy", np.ones((2, 8), np.float32)
-    )
+    np.save(tmp_path / "files" / "latents" / "train" / "forgotten.npy", np.ones(384, np.float32))
     corpus = Store(
         packing.pack(PackOptions(str(tmp_path / "files"), str(tmp_path / "s")))
     ).manifest["corpus"]
     assert (
-        corpus["read"] == 13 and corpus["kept"] == 12 and corpus["dropped"] == {"not_in_json": 1}
+        corpus["read"] == 49 and corpus["kept"] == 48 and corpus["dropped"] == {"not_in_json": 1}
     )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from mmldlm.data import pack as packing
 from mmldlm.data.batch_plan import local_slots
 from mmldlm.data.encoders.encoder import Encoder
 from mmldlm.data.prepare import pipeline
@@ -126,6 +128,20 @@ def test_a_zero_vector_among_several_is_found(store, tmp_path):
     np.save(root / "train" / "latents.npy", latents)
     with pytest.raises(UserError, match="zero vectors in 1 row: 5"):
         open_data(load_config("tiny", None, [f"data.latent_data_root={root}"]))
+
+
+def test_the_files_layout_holds_them_too_and_packs_back(store, tmp_path):
+    root, options = store
+    files = pipeline.prepare(replace(options, output_dir=str(tmp_path / "f"), layout="files"))
+    assert np.load(files / "latents" / "train" / "train_000000000.npy").shape == (N, D)
+    again = packing.pack(packing.PackOptions(str(files), str(tmp_path / "p"), min_tokens=1))
+    for split in ("train", "validation"):
+        assert (again / split / "latents.npy").read_bytes() == (
+            root / split / "latents.npy"
+        ).read_bytes()
+    assert Store(again).latents_per_text == N
+    with pytest.raises(UserError, match="latent not one vector"):
+        packing.pack(packing.PackOptions(str(files), str(tmp_path / "q"), latents_per_text=1))
 
 
 def test_the_model_takes_as_many_as_the_store_has(store, data, made_store):

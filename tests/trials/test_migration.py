@@ -24,7 +24,7 @@ COMMANDS = sorted(
 )
 NO_STORE_OF_IMAGES = ("image_text_continuous", "image_text_discrete")
 DEAR = ("sanity", "evaluate", "plot", "report", "sample unconditional")  # over three seconds
-OPEN = ("mmldlm convert --to model.pt", "mmldlm config --keys")
+OPEN = ("mmldlm convert --to model.pt", "mmldlm prepare --layout files", "mmldlm config --keys")
 ELSEWHERE = ("launch", "prepare", "preflight")  # hosts, a download
 STS = "".join(
     f"main-captions\tMSRvid\t2012test\t{i:04d}\t{i % 6}.0\tThe cat sees {i}.\tA dog paints {i}.\n"

@@ -18,7 +18,7 @@ from mmldlm.data.corpora.tar_shards import is_pattern
 from mmldlm.data.corpora.text_corpus import DEFAULT_CORPUS
 from mmldlm.data.corpora.text_files import kind_of
 from mmldlm.data.encoders.model_files import VaeFiles, find_vae
-from mmldlm.data.writers import MAX_IMAGE_SIZE, MAX_LATENTS
+from mmldlm.data.writers import LAYOUTS, MAX_IMAGE_SIZE, MAX_LATENTS
 from mmldlm.errors import UserError
 from mmldlm.utils import option_types
 from mmldlm.utils.paths import output_root, without_folders
@@ -103,6 +103,7 @@ class PrepareOptions:
     dtype: str | None = None
     batch_size: int | None = None
     compile: bool = False
+    layout: str = "store"
     retries: int = 2
     max_quarantined: float = 0.01
     latents_per_text: int = 1
@@ -174,10 +175,14 @@ def check_options(options: PrepareOptions) -> Path:
             str(options.latents_per_text),
             "give fewer latents, or longer texts with --max-tokens",
         )
-    if options.overlong not in (None, *OVERLONG):
-        raise UserError(
-            f"--overlong among: {', '.join(OVERLONG)}", options.overlong, "choose one of these"
-        )
+    for name, allowed in (("overlong", (None, *OVERLONG)), ("layout", LAYOUTS)):
+        value = getattr(options, name)
+        if value not in allowed:
+            raise UserError(
+                f"--{name} among: {', '.join(filter(None, allowed))}",
+                str(value),
+                "choose one of these",
+            )
     if options.datasets and options.corpus != DEFAULT_CORPUS:
         raise UserError(
             "a CORPUS or --datasets",

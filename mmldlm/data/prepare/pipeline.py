@@ -222,7 +222,7 @@ class _Preparation:
         corpora = {name: report.entry(num_kept[name]) for name, report in reports.items()}
         *count, dim = source.latent_shape
         manifest = {
-            "format": FORMAT,
+            "format": source.format,
             "version": VERSION,
             **source.kind_entry(),
             "latent_dim": dim,
@@ -235,7 +235,7 @@ class _Preparation:
             "options": plan["options"],
             "units": plan_digest(plan),
             **inputs_entry(plan["inputs"]),
-            "files": list_files(folder),
+            "files": list_files(folder) if source.format == FORMAT else {},
             "created_with": versions(*source.packages),
         }
         if "validation" in corpora:

@@ -25,9 +25,9 @@ from mmldlm.data.prepare.inputs import FileIdentities
 from mmldlm.data.prepare.options import ImageOptions, PrepareOptions
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.data.prepare.work_dir import TOKENIZER_IDENTITY, WorkDir
-from mmldlm.data.store import TOKENIZER_FOLDER, as_float32
+from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER, as_float32
 from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown
-from mmldlm.data.writers import Block, LatentStatistics, StoreSplit
+from mmldlm.data.writers import Block, FilesSplit, LatentStatistics, StoreSplit
 from mmldlm.utils.atomic_files import atomic_folder, write_json
 from mmldlm.utils.input_files import LeftOut
 
@@ -73,7 +73,7 @@ def account_for(counts: Counter, num_kept: int) -> dict[str, Any]:
 
 
 def write_split(
-    writer: StoreSplit,
+    writer: StoreSplit | FilesSplit,
     blocks: Iterable[Block],
     unk_token_id: int | None,
     statistics: LatentStatistics | None = None,
@@ -108,6 +108,7 @@ class Source(ABC):
 
     Attributes:
         work: Folder of finished work.
+        format: Format of the output.
         packages: Packages, besides the usual ones, on which the bytes of the store may depend.
         reports: Split -> report of its corpus; `validation` only with a corpus of its own.
         samples: Split -> its samples, set by `select`.
@@ -116,6 +117,7 @@ class Source(ABC):
     options: PrepareOptions | ImageOptions
     reports: Mapping[str, CorpusReport]
     samples: Mapping[str, Sized]
+    format = FORMAT
     packages: tuple[str, ...] = ()
 
     def __init__(
@@ -179,7 +181,7 @@ class Source(ABC):
         return []
 
     @abstractmethod
-    def open_split(self, folder: Path, split: str, vocab_size: int) -> StoreSplit:
+    def open_split(self, folder: Path, split: str, vocab_size: int) -> StoreSplit | FilesSplit:
         """Return the writer of a split."""
 
     @abstractmethod

@@ -70,8 +70,9 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
         _add_image_latents(table, manifest)
     else:
         _add_text_latents(table, manifest)
-    num_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
-    table.add_row("size", f"{num_bytes / 2**20:.1f} MiB")
+    if manifest["files"]:
+        num_bytes = sum(entry["bytes"] for entry in manifest["files"].values())
+        table.add_row("size", f"{num_bytes / 2**20:.1f} MiB")
     table.add_row("time", f"{seconds:.0f} s")
     console.print(table)
     for warning in () if of_images else cut_warnings(manifest):
@@ -83,7 +84,10 @@ def print_summary(console: Console, root: Path, manifest: dict[str, Any], second
         console.print(f"look: mmldlm verify-data {folder} --sheet FILE.png", soft_wrap=True)
     num_samples = sum(split["num_samples"] for split in manifest["splits"].values())
     result = f"{count_noun(num_samples, 'image' if of_images else 'sample')} in {root}"
-    for line in closing_lines(result, *training_command(root, manifest)):
+    words = training_command(root, manifest)
+    if not manifest["files"]:
+        words = ["mmldlm", "pack", str(root), "--output-dir", "STORE"]
+    for line in closing_lines(result, *words):
         console.print(line, soft_wrap=True)
 
 

@@ -27,8 +27,9 @@ from mmldlm.data.prepare.source import CorpusReport, Source
 from mmldlm.data.prepare.summary import RankProgress
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.data.prepare.tokenizer import TRAIN, WORDS
+from mmldlm.data.store import FORMAT
 from mmldlm.data.unknown_tokens import check_unknown_to_encoder
-from mmldlm.data.writers import Block, StoreSplit
+from mmldlm.data.writers import FILES_FORMAT, Block, FilesSplit, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_counts
 from mmldlm.utils.input_files import LeftOut
@@ -62,6 +63,7 @@ class TextSource(Source):
             options = replace(options, overlong="chunk" if has_documents else "drop")
         self.options = options
         self.reports: dict[str, CorpusReport] = {}
+        self.format = FORMAT if options.layout == "store" else FILES_FORMAT
         self.encoder: Encoder | None = None
 
     @property
@@ -383,8 +385,11 @@ class TextSource(Source):
     def encoder_entry(self) -> dict[str, Any]:
         return self._encoder.identity()
 
-    def open_split(self, folder: Path, split: str, vocab_size: int) -> StoreSplit:
-        has_documents = bool(self.reports["train"].counts["chunked"])
+    def open_split(self, folder: Path, split: str, vocab_size: int) -> StoreSplit | FilesSplit:
+        report = self.reports["train"]
+        if self.format == FILES_FORMAT:
+            return FilesSplit(folder, split, report.source, self._encoder.name)
+        has_documents = bool(report.counts["chunked"])
         return StoreSplit(folder, split, self.latent_shape, vocab_size, has_documents)
 
     def blocks(self, split: str) -> Iterator[Block]:

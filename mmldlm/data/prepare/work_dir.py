@@ -23,7 +23,7 @@ from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.prepare.inputs import diff_inputs, inputs_entry, with_known_versions
 from mmldlm.data.prepare.options import diff_options
 from mmldlm.data.prepare.task_queue import TaskQueue
-from mmldlm.data.store import Store
+from mmldlm.data.store import FORMAT, Store
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import fsync_path, write_json
 from mmldlm.utils.formatting import is_utf8, join_some, printable
@@ -294,7 +294,7 @@ def _files_beside(root: Path) -> list[str]:
     try:
         listed = read_json(root / MANIFEST, "")["files"]
         known = {MANIFEST, QUARANTINE, *(name.split("/")[0] for name in listed)}
-        # `--layout files` of 0.2 listed none.
+        # `--layout files` lists none.
         return sorted(path.name for path in root.iterdir() if path.name not in known and listed)
     except (UserError, OSError, KeyError, TypeError, AttributeError):
         return []
@@ -328,7 +328,8 @@ def _describe_existing(root: Path, plan: dict[str, Any] | None) -> str:
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest of a finished folder, and assert that a store opens."""
     write_json(folder / MANIFEST, manifest)
-    check_readable(folder, manifest["splits"])
+    if manifest["format"] == FORMAT:
+        check_readable(folder, manifest["splits"])
 
 
 def commit(partial: Path, root: Path, force: bool) -> None:
