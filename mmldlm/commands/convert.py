@@ -28,6 +28,7 @@ from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.utils import option_types
 from mmldlm.utils.formatting import print_table
 from mmldlm.utils.progress import ProgressBar
+from mmldlm.utils.resources import keep_freed_memory
 
 PROGRESS_DELAY = 0.7  # seconds
 
@@ -187,6 +188,8 @@ def main(args: argparse.Namespace) -> int:
     Raises:
         MmldlmError: for the caller to print.
     """
+    # A tenth of the time of a re-shard.
+    keep_freed_memory()
     return _run(lambda: _dry_run(args) if args.dry_run else _convert(args))
 
 

@@ -40,6 +40,17 @@ def release_freed_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
+def keep_freed_memory() -> None:
+    """Let glibc's malloc keep up to 256 MiB of what this process frees.
+
+    For work on arrays of some MiB, each of which would come from the kernel anew, page by page.
+    """
+    with contextlib.suppress(AttributeError, OSError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, its maximum
+        mallopt(-1, 256 << 20)  # M_TRIM_THRESHOLD
+
+
 def raise_open_files() -> int:
     """Raise the soft limit of open files, usually 1,024, to the hard limit, and return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
