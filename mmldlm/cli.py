@@ -26,8 +26,8 @@ from mmldlm.utils.environment import leave_platform
 from mmldlm.utils.formatting import did_you_mean, explain_os_error, first_line, for_screen
 from mmldlm.utils.own_code import report_exit_as_error
 from mmldlm.utils.paths import check_working_folder
-from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import interrupt_on_stop_signals, keep_exit_codes
+from mmldlm.utils.streams import open_standard_streams
 
 
 def _convert(parser):

@@ -35,8 +35,8 @@ from mmldlm.utils.own_code import report_exit_as_error
 from mmldlm.utils.paths import check_working_folder
 from mmldlm.utils.resources import threads_per_rank
 from mmldlm.utils.run_files import LOGS
-from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import keep_exit_codes
+from mmldlm.utils.streams import open_standard_streams
 
 # At run time, torch is imported after the command line was checked.
 if TYPE_CHECKING:

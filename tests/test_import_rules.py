@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tests.support.import_rules import PACKAGE, find_circle, modules, violations
 
@@ -115,3 +116,31 @@ def test_preflight_and_a_rank_start_without_torch():
     ]
     code = f"import sys, {', '.join(names)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "absent"),
+    [
+        # Each takes as long to import as everything else that a conversion needs.
+        ("convert SRC OUT", ("torch", "pydantic", "rich")),
+        ("--version", ("numpy", "pydantic", "rich")),
+    ],
+)
+def test_a_command_starts_without_what_it_does_not_need(tmp_path, words, absent):
+    torch.save({"weight": torch.ones(3)}, tmp_path / "model.pt")
+    code = (
+        "import sys\n"
+        "from mmldlm.cli import main\n"
+        "try:\n"
+        "    code = main(sys.argv[2:])\n"
+        "except SystemExit as ended:\n"
+        "    code = ended.code\n"
+        "assert code == 0, code\n"
+        "found = [name for name in sys.argv[1].split(',') if name in sys.modules]\n"
+        "assert not found, found\n"
+    )
+    places = {"SRC": str(tmp_path / "model.pt"), "OUT": str(tmp_path / "out")}
+    command = [sys.executable, "-c", code, ",".join(absent)]
+    command += [places.get(word, word) for word in words.split()]
+    done = subprocess.run(command, cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -24,7 +24,7 @@ from mmldlm.preflight.check import ERROR, FAIL
 from mmldlm.preflight.context import Context
 from mmldlm.utils.formatting import count_noun, join_some
 from mmldlm.utils.input_files import read_text
-from mmldlm.utils.screen import print_line
+from mmldlm.utils.streams import print_line
 
 # Between two attempts to reach absent nodes; after checks that failed, the longer one.
 ASK_SECONDS, ASK_AGAIN_SECONDS = 10.0, 120.0

@@ -19,7 +19,7 @@ from mmldlm.launch.watcher import Watcher
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.runner import run_preflight
 from mmldlm.utils.run_files import LOGS
-from mmldlm.utils.screen import print_line
+from mmldlm.utils.streams import print_line
 
 # Seconds before the first, the second and every further retry: what has failed (a full disk, a
 # node that starts again, a name server) may need time.

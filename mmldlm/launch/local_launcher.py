@@ -31,8 +31,8 @@ from mmldlm.errors import (
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.network import free_port
 from mmldlm.utils.resources import threads_per_rank
-from mmldlm.utils.screen import open_standard_streams, print_line
 from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes, set_parent_death_signal
+from mmldlm.utils.streams import open_standard_streams, print_line
 
 if TYPE_CHECKING:
     from mmldlm.config.schema import Config

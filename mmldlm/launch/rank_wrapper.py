@@ -31,8 +31,8 @@ from mmldlm.distributed.error_reporting import exit_without_teardown
 from mmldlm.distributed.failure_attribution import FAILED_RANKS_FD
 from mmldlm.launch import state_files
 from mmldlm.utils.environment import int_from_env
-from mmldlm.utils.screen import print_line
 from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes, set_parent_death_signal
+from mmldlm.utils.streams import print_line
 
 LAUNCH_ID_VAR = "MMLDLM_LAUNCH"
 LAST_LINES = 20

@@ -39,8 +39,8 @@ from mmldlm.launch.outcome import (
 )
 from mmldlm.launch.script_heartbeat import HEARTBEAT_TIMEOUT, HangWatch
 from mmldlm.preflight.context import Context
-from mmldlm.utils.screen import print_line
 from mmldlm.utils.stop_signals import handle_stop_signals
+from mmldlm.utils.streams import print_line
 
 POLL_SECONDS = 1.0
 # An agent without an answer for so long is reconnected.

@@ -9,8 +9,8 @@ from mmldlm.errors import EXIT_FAILED, MmldlmError
 from mmldlm.utils import run_module
 from mmldlm.utils.command_parser import CommandParser
 from mmldlm.utils.formatting import explain_os_error
-from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import keep_exit_codes
+from mmldlm.utils.streams import open_standard_streams
 
 
 def module_command(module: str, *words: str) -> list[str]:

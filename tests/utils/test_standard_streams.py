@@ -12,7 +12,7 @@ from tests.support.helpers import environment
 CODE = """
 import os, subprocess, sys
 from mmldlm.distributed.error_reporting import exit_without_teardown
-from mmldlm.utils.screen import open_standard_streams
+from mmldlm.utils.streams import open_standard_streams
 open_standard_streams()
 for stream in (sys.stdout, sys.stderr):
     print("text", file=stream, flush=True)

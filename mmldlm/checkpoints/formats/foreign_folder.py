@@ -26,7 +26,6 @@ from mmldlm.checkpoints.formats.safetensors import SafetensorsModel
 from mmldlm.checkpoints.formats.selection import NoWeights
 from mmldlm.checkpoints.formats.weight_source import ReadOptions
 from mmldlm.checkpoints.manifest import DCP_METADATA
-from mmldlm.data.encoders.sentence_transformer import MODULES, read_modules
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import kind_of_file, open_regular
@@ -45,6 +44,8 @@ _ROUNDED = re.compile(r"\.(fp16|bf16|fp8)$")
 # The order in which formats of one model are taken, after those whose name says that it is
 # rounded.
 _PREFERRED = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json")
+# The list of modules of a model of sentence-transformers.
+_MODULES = "modules.json"
 
 
 def list_models(folder: Path) -> dict[str, list[Path]]:
@@ -92,7 +93,7 @@ def check_folder(folder: Path, notes: list[str]) -> Path | None:
         files += [next(_weights_below(folder / name)) for name in others]
         raise UserError(
             f"one model in {folder}",
-            f"a model of sentence-transformers, whose {MODULES} lists weights in"
+            f"a model of sentence-transformers, whose {_MODULES} lists weights in"
             f" {join_some(others)}, too",
             f"give the file of one module: {join_some(map(str, files))}",
         )
@@ -178,6 +179,11 @@ def list_modules(folder: Path) -> list[str]:
     Raises:
         UserError: one that is not a list of modules inside the folder.
     """
+    if not (folder / _MODULES).is_file():
+        return []
+    # With pydantic, which would double the start of every `mmldlm convert`.
+    from mmldlm.data.encoders.sentence_transformer import read_modules
+
     return [part for _, part in read_modules(folder) or () if part not in ("", ".")]
 
 

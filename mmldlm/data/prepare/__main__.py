@@ -7,8 +7,8 @@ import sys
 from mmldlm.commands.prepare import add_arguments, run_rank
 from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
 from mmldlm.utils.command_parser import CommandParser
-from mmldlm.utils.screen import open_standard_streams
 from mmldlm.utils.stop_signals import interrupt_on_stop_signals, keep_exit_codes
+from mmldlm.utils.streams import open_standard_streams
 
 if __name__ == "__main__":
     open_standard_streams()

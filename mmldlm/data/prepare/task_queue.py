@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.job_store import connect_job_store
-from mmldlm.utils.screen import print_line
+from mmldlm.utils.streams import print_line
 
 # In seconds.
 _POLL = 0.1
