@@ -168,10 +168,11 @@ class Engine(Ranks, ABC):
         torch's optimizers make a state at the first gradient; a checkpoint without one of them
         could not be loaded.
         """
-        states = self.optimizer_state()
-        for owner, group in self.optimizer_groups().items() if applied_steps else ():
-            if not states.get(owner):
-                states[owner] = _fresh_state(owner, group, applied_steps)
+        states, groups = self.optimizer_state(), self.optimizer_groups()
+        missing = [owner for owner in groups if not states.get(owner)]
+        # Before the first step there is none at all.
+        for owner in missing if len(missing) < len(groups) else ():
+            states[owner] = _fresh_state(owner, groups[owner], applied_steps)
 
     def reset_after_failed_save(self) -> None:
         """Prepare for the next checkpoint after one that a rank could not write. Collective."""

@@ -56,7 +56,7 @@ def test_a_step_never_makes_the_host_wait(library, store):
 
 
 def test_results_on_a_pretended_gpu_are_those_of_the_cpu(library, checkpoint, store, tmp_path):  # noqa: F811
-    """Samplers; training with a skip, an evaluation and a resume; evaluation, replay, a search
+    """Samplers; training with a skip, an evaluation and resumes; evaluation, replay, a search
     with the encoder, images: what a GPU refuses is an error, all values are those of the CPU.
     """
     worker = str(SUPPORT / "pretended_gpu_worker.py")
