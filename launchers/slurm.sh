@@ -23,7 +23,7 @@ root=${SLURM_SUBMIT_DIR:-$(cd "$(dirname "$0")/.." && pwd)}
 . "$root/launchers/_launch_args.sh"
 [ -n "${SLURM_JOB_ID:-}" ] || mmldlm_fail "this is not a Slurm job" "start it with: sbatch launchers/slurm.sh ..."
 
-# Usage: has_saved ARG...   (whether the run of these arguments has checkpoints)
+# Usage: has_saved ARG...   (whether the run of these arguments has checkpoints; mmldlm_check reports what is wrong with them)
 has_saved() {
     "$PYTHON" - "${MMLDLM_ARGS[@]}" "$@" 2>/dev/null <<'PY'
 import sys

@@ -90,8 +90,6 @@ _DESCRIPTIONS = re.compile(r"config\.yaml|model_config\.json|tokenizer/.*")
 # Entry of a manifest: {name: "768x256"} of every parameter (a tied one under each of its names)
 # and persistent buffer, against which a conversion compares the weights that it finds.
 TENSOR_TABLE = "tensors"
-
-
 # Entry of a manifest: the figures of the evaluation at the checkpoint's step, if there was one.
 EVALUATION = "evaluation"
 # Entry of a manifest: the skipped steps before it, if any, with which no rollback may use it.

@@ -25,7 +25,6 @@ ZERO0_BUCKET = 500_000_000
 MAX_LIVE = 1_000_000_000
 # Default of sub_group_size in DeepSpeed, elements.
 SUB_GROUP = 1_000_000_000
-# Defaults where stability.* does not set them, as in stability/guard.py.
 _BUCKETS = {
     1: ("reduce_bucket_size", "allgather_bucket_size"),
     2: ("reduce_bucket_size", "allgather_bucket_size"),

@@ -297,6 +297,21 @@ def wreck(monkeypatch, at: int, times: int = 1) -> None:
     monkeypatch.setattr(TorchEngine, "step", wrecking)
 
 
+def poison(monkeypatch, is_bad) -> None:
+    """NaN in the latents of the training batches whose item `is_bad` says so."""
+    from mmldlm.data import loader
+
+    make = loader.MicroBatches.__getitem__
+
+    def poisoned(self, item):
+        batch = make(self, item)
+        if self.plan.shuffle and is_bad(item):
+            batch.latents[:, 0] = float("nan")
+        return batch
+
+    monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)
+
+
 def test_no_checkpoint_amid_skips_pushes_out_the_last_good_one(store, tmp_path, monkeypatch):
     wreck(monkeypatch, at=7)
     more = [
@@ -334,17 +349,7 @@ def test_a_second_rollback_without_progress_goes_further(store, tmp_path, monkey
 
 
 def test_a_run_whose_last_steps_are_excluded_ends_normally(store, tmp_path, monkeypatch):
-    from mmldlm.data import loader
-
-    make = loader.MicroBatches.__getitem__
-
-    def poisoned(self, item):
-        batch = make(self, item)
-        if self.plan.shuffle and item >= 5:
-            batch.latents[:, 0] = float("nan")
-        return batch
-
-    monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)
+    poison(monkeypatch, lambda item: item >= 5)
     assert (
         main(
             words(
@@ -360,22 +365,15 @@ def test_a_run_whose_last_steps_are_excluded_ends_normally(store, tmp_path, monk
 
 def test_bad_weights_behind_excluded_steps_are_not_saved(store, tmp_path, monkeypatch, capsys):
     """Excluded batches are not audited as they pass; the end of the run is."""
-    from mmldlm.data import loader
     from mmldlm.training import loop
 
-    make, finish = loader.MicroBatches.__getitem__, loop.finish
-
-    def poisoned(self, item):
-        batch = make(self, item)
-        if self.plan.shuffle and item >= 5:
-            batch.latents[:, 0] = float("nan")
-        return batch
+    finish = loop.finish
 
     def damaged(session, *outcome):
         next(session.engine.model.parameters()).data.view(-1)[0] = float("inf")
         finish(session, *outcome)
 
-    monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)
+    poison(monkeypatch, lambda item: item >= 5)
     monkeypatch.setattr(loop, "finish", damaged)
     more = ["training.num_train_steps=8", "stability.max_consecutive_skips=3"]
     assert main(words(store, tmp_path, *more)) == 4
@@ -385,17 +383,7 @@ def test_bad_weights_behind_excluded_steps_are_not_saved(store, tmp_path, monkey
 
 
 def test_an_evaluation_due_at_an_excluded_step_follows_the_next(store, tmp_path, monkeypatch):
-    from mmldlm.data import loader
-
-    make = loader.MicroBatches.__getitem__
-
-    def poisoned(self, item):
-        batch = make(self, item)
-        if self.plan.shuffle and item == 5:
-            batch.latents[:, 0] = float("nan")
-        return batch
-
-    monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)
+    poison(monkeypatch, lambda item: item == 5)
     more = ["training.num_train_steps=9", "stability.max_consecutive_skips=1"]
     assert main(words(store, tmp_path, *more, "logging.eval_freq=6")) == 0
     assert [event["step"] for event in events(tmp_path, "passed_over")] == [6]
@@ -662,22 +650,12 @@ def test_last_best_outlives_worse_steps_and_a_resume(store, tmp_path):
 
 def test_a_rollback_keeps_the_figures_of_the_best_checkpoint(store, tmp_path, monkeypatch):
     """Saved again by the process that has rolled back, which has not evaluated it."""
-    from mmldlm.data import loader
-
     more = ["logging.save_freq=4", "logging.eval_freq=4", "checkpoints.keep_best=l2t_nelbo"]
     more += ["checkpoints.keep_last=1", "logging.eval_samples=0", "training.resume=auto"]
     assert main(words(store, tmp_path, *more, "training.num_train_steps=4")) == 0
     best = tmp_path / "run" / "checkpoints" / "step_00000004"
     evaluation = json.loads((best / MANIFEST).read_text())["evaluation"]
-    make = loader.MicroBatches.__getitem__
-
-    def poisoned(self, item):
-        batch = make(self, item)
-        if self.plan.shuffle and item == 5:
-            batch.latents[:, 0] = float("nan")
-        return batch
-
-    monkeypatch.setattr(loader.MicroBatches, "__getitem__", poisoned)
+    poison(monkeypatch, lambda item: item == 5)
     # A rate that ruins the weights, so that no later checkpoint is better.
     worse = ["optimizer.lr=1", "stability.max_consecutive_skips=1", "training.num_train_steps=12"]
     assert main(words(store, tmp_path, *more, *worse)) == 0
