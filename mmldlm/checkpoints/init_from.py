@@ -65,6 +65,12 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
             infinite values.
     """
     parameters = dict(model.named_parameters())
+    first_name = {parameter: name for name, parameter in parameters.items()}
+    # Tied weights have several names, each of which a source may use.
+    names = {
+        name: first_name[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
     report = InitReport(path)
     buffers = {name for name, _ in model.named_buffers()}
     bad: dict[str, int] = {}
@@ -77,12 +83,13 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
         source.notes = [
             note.partition("; --")[0] for note in source.notes if "--strip-prefix" not in note
         ]
-        prefix = prefix_to_match(source.tensors, {*parameters, *buffers})
+        prefix = prefix_to_match(source.tensors, {*names, *buffers})
         if prefix:
             source.notes.append(f"the prefix {prefix!r} was removed from the names of {path}")
         for stored_name, info in source.tensors.items():
             name = stored_name.removeprefix(prefix)
-            if name in buffers:
+            name = names.get(name, name)
+            if name in buffers or name in report.loaded:
                 continue
             if name not in parameters:
                 report.unexpected.append(name)

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option(
         "--overfit_steps",
         "--overfit-steps",
-        type=option_types.count,
+        type=option_types.integer(low=2),
         default=OVERFIT_STEPS,
         help=f"steps on one batch, to check that its loss falls (default {OVERFIT_STEPS})",
     )

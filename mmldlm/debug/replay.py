@@ -32,15 +32,16 @@ from mmldlm.debug.nan_tracer import (
 from mmldlm.distributed.environment import pick_device
 from mmldlm.engines.base import Autocast, compute_dtype
 from mmldlm.engines.deepspeed_config import resolve_stage
+from mmldlm.engines.muon import attach_muon
 from mmldlm.engines.torch_engines import SingleEngine
 from mmldlm.errors import UserError
 from mmldlm.observe.layer_stats import LayerStatsCollector
-from mmldlm.stability.guard import Guard
+from mmldlm.stability.guard import NO_USABLE_SAMPLE, Guard
 from mmldlm.stability.skipped_steps import bad_micro_batches, load_skipped_step
 from mmldlm.tasks.registry import build_config, find_task, open_run_data
 from mmldlm.training.state import TrainingState
 from mmldlm.training.step import StepContext, train_step
-from mmldlm.utils.formatting import for_screen, join_some
+from mmldlm.utils.formatting import count_noun, for_screen, join_some
 from mmldlm.utils.json_files import plain_value
 
 DTYPES = ("bf16", "fp16", "fp32")
@@ -71,12 +72,22 @@ def replay_skipped_step(
         max_samples: Maximum number of samples that are run one by one.
 
     Raises:
-        UserError: unknown run or event, or data that differs from what the run read.
+        UserError: unknown run or event, data that differs from what the run read, or both `exact`
+            and `checkpoint`.
     """
+    if exact and checkpoint is not None:
+        raise UserError(
+            "weights of --checkpoint, or those that --exact trains up to",
+            f"--exact and --checkpoint {checkpoint}",
+            "omit one of the two",
+        )
     skipped = load_skipped_step(run_dir, event)
     print(f"step {skipped['step']} was skipped: {skipped['reason']}")
     dtypes = list(dict.fromkeys(dtypes or [skipped["dtype"], "bf16", "fp32"]))
     replay = Replay(run_dir, skipped, checkpoint, exact)
+    if skipped["reason"] == NO_USABLE_SAMPLE and (rejected := replay.rejected_samples()):
+        print_rejected(rejected)
+        return {"step": skipped["step"], "reason": skipped["reason"], "rejected": rejected}
     report = _run_dtypes(replay, dtypes, max_samples)
     if is_clean(report) and replay.num_micro_batches_before <= MAX_AUTOMATIC_MICRO_BATCHES:
         print(
@@ -149,6 +160,18 @@ class Replay:
                     "restore the data that the run was trained on",
                 )
 
+    def rejected_samples(self) -> list[dict]:
+        """Return {id, reason} of the step's samples that are unusable."""
+        batches = [
+            self._collate(self._slots_of(entry)) for entry in self.skipped["micro_batches"]
+        ]
+        return [bad for batch in batches for bad in batch.bad if not bad.get("repaired")]
+
+    def _collate(self, slots: np.ndarray) -> Batch:
+        return self.collator.collate(
+            self.batch, slots, self.data.train, self.data.train_lengths
+        )
+
     def _slots_of(self, entry: dict) -> np.ndarray:
         skipped = self.skipped
         return self.plan.slots(
@@ -188,13 +211,15 @@ class Replay:
         """Return (step, path) of the newest valid checkpoint up to last_step; (0, None) if there
         is none.
         """
-        resumed = self.config.training.resume
-        paths = [] if resumed in (None, "auto") else [locate.locate_checkpoint(resumed)]
         saved = [path for _, path in locate.list_checkpoints(self.run_dir)]
-        paths += [path for path in saved if not locate.examine_with_state(path).problems]
-        steps = [(read_training_state(path)["step"], path) for path in paths]
+        valid = [path for path in saved if not locate.examine_with_state(path).problems]
+        steps = [(read_training_state(path)["step"], path) for path in valid]
         steps = [(step, path) for step, path in steps if step <= last_step]
-        return steps[-1] if steps else (0, None)
+        resumed = self.config.training.resume
+        if steps or resumed in (None, "auto"):
+            return steps[-1] if steps else (0, None)
+        path = locate.locate_checkpoint(resumed)
+        return read_training_state(path)["step"], path
 
     @property
     def num_micro_batches_before(self) -> float:
@@ -215,6 +240,8 @@ class Replay:
         num_micro_batches = skipped["world_size"] * skipped["accum"]
         config.training.grad_accum_steps = num_micro_batches
         engine = SingleEngine(self.model, config, self.parameters)
+        if config.optimizer.kind == "muon":
+            attach_muon(engine, self.parameters)
         saved = {} if path is None else read_training_state(path)
         state = TrainingState(
             skipped["global_batch"],
@@ -325,9 +352,7 @@ class Replay:
 
         A failing pass is repeated under NanTracer, whose hooks make the blocks run layer by layer.
         """
-        batch = self.collator.collate(
-            self.batch, slots, self.data.train, self.data.train_lengths
-        ).to(self.device)
+        batch = self._collate(slots).to(self.device)
         result = self._run_once(model, module, batch)
         if result.is_clean:
             return result
@@ -413,6 +438,15 @@ def is_clean(report: dict) -> bool:
     """
     is_spike = report["reason"].startswith("spike")
     return not is_spike and all(result["clean"] for result in report["dtypes"].values())
+
+
+def print_rejected(samples: list[dict]) -> None:
+    """Print which samples of a step are unusable, and why."""
+    print(f"no sample of the step was usable: {count_noun(len(samples), 'sample')} left out")
+    for sample in samples[:16]:
+        print(for_screen(f"         sample {sample['id']}: {sample['reason']}", sys.stdout))
+    if len(samples) > 16:
+        print(f"         and {len(samples) - 16} more samples")
 
 
 def print_samples(samples: list[dict]) -> None:

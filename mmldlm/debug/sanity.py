@@ -312,16 +312,19 @@ class SanityRunner:
         findings.passed("overfit", change)
 
     def _check_micro_batches(self, step: int) -> None:
-        """Check that a global batch has the same loss in twice as many micro-batches: that of a
-        sample must not depend on those beside it, as where padding leaks.
+        """Check that a global batch has the same loss in smaller micro-batches: that of a sample
+        must not depend on those beside it, as where padding leaks.
         """
         training, engine, losses = self.config.training, self.engine, []
-        if training.train_batch_size < 2:
+        size, accum_steps = training.train_batch_size, training.grad_accum_steps
+        if size == 1:
+            self.findings.passed("micro_batches", "of one sample, which has none beside it")
             return
+        num_parts = next(parts for parts in range(2, size + 1) if size % parts == 0)
         engine.module.eval()  # without dropout
         try:
             with self._record_exceptions(len(self.steps) + 1), torch.no_grad():
-                for accum in (training.grad_accum_steps, 2 * training.grad_accum_steps):
+                for accum in (accum_steps, num_parts * accum_steps):
                     micro_batches = self._micro_batches(accum)
                     batches = (micro_batches[step * accum + micro] for micro in range(accum))
                     losses.append(
@@ -332,12 +335,13 @@ class SanityRunner:
                     )
         finally:
             engine.module.train()
-        whole, halves = losses
-        result = f"the loss of a global batch is {whole:.6g}, in micro-batches of half the size"
-        if not abs(halves - whole) <= MICRO_BATCH_TOLERANCE[training.dtype] * abs(whole):
+        whole, parts = losses
+        smaller = f"{size // num_parts} instead of {size}"
+        result = f"the loss of a global batch is {whole:.6g}, in micro-batches of {smaller}"
+        if not abs(parts - whole) <= MICRO_BATCH_TOLERANCE[training.dtype] * abs(whole):
             self.findings.failed(
                 "micro_batches",
-                f"{result} {halves:.6g}: a sample's loss depends on those beside it (padding?), or"
+                f"{result} {parts:.6g}: a sample's loss depends on those beside it (padding?), or"
                 " is a mean over its micro-batch",
             )
         self.findings.passed("micro_batches", f"{result} the same")

@@ -19,6 +19,7 @@ from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE
 from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.sampling.latents import latent_shape
+from mmldlm.sampling.model import device_of
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.formatting import count_noun, describe_os_error, is_utf8, join_some, printable
 from mmldlm.utils.progress import ProgressCallback
@@ -174,7 +175,7 @@ def encode_texts(
         if progress is not None:
             progress(done, len(all_parts))
 
-    encoder = Encoder.from_identity(identity)
+    encoder = Encoder.from_identity(identity, device=str(device_of(pretrained.model)))
     if num_unknown is not None:
         num_unknown[:] = check_unknown(
             texts, encoder.num_unknown(texts), f"of encoder {encoder.name}"

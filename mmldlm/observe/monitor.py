@@ -75,7 +75,8 @@ def assess(
     if num_unreadable:
         health.problems.append(f"{num_unreadable} unreadable lines in the log")
     health.problems += _failed_saves(events)
-    has_ended = _assess_end(events, health)
+    turns = [event for event in events if event.get("event") in ("start", "resume", "end")]
+    has_ended = _assess_end(turns, health)
     if not records:
         health.problems.append("no step has been logged yet")
         health.finished = has_ended
@@ -84,7 +85,10 @@ def assess(
     last = records[-1]
     excluded = _excluded_steps(events, last)
     reached = max((event["step"] for event in excluded), default=last["step"])
-    health.finished = has_ended or (total_steps is not None and reached >= total_steps)
+    # The last step is followed by an evaluation, a checkpoint and the event `end`, which a log
+    # without any such event cannot tell.
+    is_last = not turns and total_steps is not None and reached >= total_steps
+    health.finished = has_ended or is_last
     if num_skipped is None:
         num_skipped = sum(bool(record.get("skipped")) for record in records)
     health.messages.append(format_step(last, total_steps, num_skipped))
@@ -99,9 +103,12 @@ def assess(
     return health
 
 
-def _assess_end(events: Sequence[dict], health: Health) -> bool:
-    """Report how the run ended; return False while it runs, or if it was killed."""
-    turns = [event for event in events if event.get("event") in ("start", "resume", "end")]
+def _assess_end(turns: Sequence[dict], health: Health) -> bool:
+    """Report how the run ended; return False while it runs, or if it was killed.
+
+    Args:
+        turns: The events of its starts and ends.
+    """
     if not turns or turns[-1]["event"] != "end" or "exit_code" not in turns[-1]:
         return False
     code = turns[-1]["exit_code"]

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from mmldlm.config.schema import LOSS_SCALE, LOSS_SCALE_WINDOW, StabilityConfig
 
+NO_USABLE_SAMPLE = "no usable sample in the step"
+
 
 @dataclass(frozen=True)
 class StepDecision:
@@ -64,7 +66,7 @@ class Guard:
         """
         # Loss and gradients are then exactly 0, and would pass for a very good step.
         if not num_usable:
-            return StepDecision(False, "no usable sample in the step")
+            return StepDecision(False, NO_USABLE_SAMPLE)
         if num_bad_losses:
             return StepDecision(
                 False,

@@ -22,6 +22,7 @@ from mmldlm.config.section import MAX_COUNT
 from mmldlm.data.batch import Batch
 from mmldlm.engines.base import Engine
 from mmldlm.errors import UserError
+from mmldlm.observe.jsonl_log import iterate_records
 from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import read_json, to_json
@@ -30,7 +31,7 @@ from mmldlm.utils.validation import describe_problems
 
 _RECORD = re.compile(r"step_(\d{8,})\.json")
 MAX_RECORDS = 200
-"""Maximum number of records per run; later skips are reported in its events only."""
+"""Maximum number of records per run; those of the earliest steps go first."""
 
 
 def collect_step_record(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[dict]:
@@ -60,8 +61,8 @@ def bad_micro_batches(entries: list[dict]) -> list[dict]:
     return [entry for entry in entries if not math.isfinite(entry["loss"])]
 
 
-def save_skipped_step(run_dir: Path, case: dict) -> Path | None:
-    """Write one skipped step to RUN/forensics and return its path; None if MAX_RECORDS exist.
+def save_skipped_step(run_dir: Path, case: dict) -> Path:
+    """Write one skipped step to RUN/forensics and return its path; MAX_RECORDS are kept.
 
     Raises:
         OSError: the record cannot be written.
@@ -69,10 +70,19 @@ def save_skipped_step(run_dir: Path, case: dict) -> Path | None:
     folder = run_dir / SKIPPED_STEPS
     folder.mkdir(exist_ok=True)
     path = folder / f"step_{case['step']:08d}.json"
-    if not path.exists() and len(list(folder.glob("step_*.json"))) >= MAX_RECORDS:
-        return None
+    others = [other for _, other in _records(folder) if other != path]
+    for other in others[: max(len(others) + 1 - MAX_RECORDS, 0)]:
+        other.unlink()
     write_text(path, to_json(case) + "\n")
     return path
+
+
+def _records(folder: Path) -> list[tuple[int, Path]]:
+    """Return the records in a folder by step."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted(
+        (int(name[1]), path) for path in paths if (name := _RECORD.fullmatch(path.name))
+    )
 
 
 def load_skipped_step(run_dir: Path, event: str) -> dict:
@@ -83,15 +93,11 @@ def load_skipped_step(run_dir: Path, event: str) -> dict:
         OSError: the folder of the records cannot be read.
     """
     folder = run_dir / SKIPPED_STEPS
-    records = sorted(
-        (int(name[1]), path)
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if (name := _RECORD.fullmatch(path.name))
-    )
+    records = _records(folder)
     steps = [step for step, _ in records]
     step = -1
     if event == "last" and steps:
-        step = steps[-1]
+        step = _last_skip(run_dir, steps)
     elif event.isascii() and event.isdigit():
         step = int(event)
     if step not in steps:
@@ -101,6 +107,20 @@ def load_skipped_step(run_dir: Path, event: str) -> dict:
             f"look up the step in a `skip` line of {run_dir / EVENTS}",
         )
     return _read_record(records[steps.index(step)][1], step)
+
+
+def _last_skip(run_dir: Path, steps: list[int]) -> int:
+    """Return which of the recorded steps was skipped last.
+
+    After a rollback the run skips steps below those that it skipped before.
+    """
+    events = run_dir / EVENTS
+    skips = [
+        record["step"]
+        for record in (iterate_records(events) if events.is_file() else ())
+        if record.get("event") == "skip" and record.get("step") in steps
+    ]
+    return skips[-1] if skips else steps[-1]
 
 
 def _read_record(path: Path, step: int) -> dict:

@@ -135,6 +135,9 @@ class Task(ABC):
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     sample_rate: ClassVar[str | None] = None
 
+    _counted: tuple[Config, int] | None = None
+    """A config and the number of parameters of its model."""
+
     # -- before a model is built: config, preflight, convert --------------------------------------
 
     @abstractmethod
@@ -168,8 +171,10 @@ class Task(ABC):
         """Return forward and backward FLOPs of a global batch; 6 per parameter and token (arXiv
         2001.08361).
         """
-        sizes = self.model_sizes(config, 1)
-        return 0.0 if sizes is None else 6.0 * (sizes["trainable"] + sizes["frozen"]) * num_tokens
+        if self._counted is None or self._counted[0] is not config:
+            sizes = self.model_sizes(config, 1)  # may build a model: not at every step
+            self._counted = config, 0 if sizes is None else sizes["trainable"] + sizes["frozen"]
+        return 6.0 * self._counted[1] * num_tokens
 
     def describe(self, config: Config) -> str:
         """Return a few words about the config for the line about the model."""

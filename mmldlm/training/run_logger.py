@@ -50,6 +50,7 @@ from mmldlm.utils.run_files import (
 )
 
 _SHOWN_LETTERS = 160  # of a sample on the screen
+_MAX_NAMED = 64  # micro-batches and ids in an event, bad samples of a step on the screen
 
 
 class RunLogger:
@@ -63,7 +64,7 @@ class RunLogger:
         self.run, self.engine = run, engine
         self.config, self.folder, self.state = run.config, run.folder, run.state
         self.last_reasons: list[str] = []
-        self._reported_validation: set[int] = set()  # ids of bad samples
+        self._reported_bad: set[tuple[bool, int]] = set()  # (is of validation, id)
 
     # -- opening ----------------------------------------------------------------------------------
 
@@ -250,17 +251,27 @@ class RunLogger:
             return
         folder, step, decision = self.folder, self.state.step, report.decision
         loss, grad_norm = report.loss, report.shared.grad_norm
-        bad = [
-            {key: entry[key] for key in ("rank", "host", "micro", "ids")}
-            for entry in bad_micro_batches(micro_batches)
-        ]
+        bad = bad_micro_batches(micro_batches)
         path = None
         try:
             if not decision.is_overflow:
                 path = save_skipped_step(folder.path, self._skip_record(report, micro_batches))
         except OSError as error:
             folder.warning(f"step {step}: its record for replay could not be saved: {error}")
-        figures = {"grad_norm": str(grad_norm), "loss": str(loss), "bad_micro_batches": bad}
+        # The record for replay has all of them; a line of the log should stay one that is read.
+        named = [
+            {
+                **{key: entry[key] for key in ("rank", "host", "micro")},
+                "ids": entry["ids"][:_MAX_NAMED],
+            }
+            for entry in bad[:_MAX_NAMED]
+        ]
+        figures = {
+            "grad_norm": str(grad_norm),
+            "loss": str(loss),
+            "num_bad_micro_batches": len(bad),
+            "bad_micro_batches": named,
+        }
         figures |= {} if path is None else {"case": str(path.relative_to(folder.path))}
         folder.event(
             "overflow" if decision.is_overflow else "skip",
@@ -313,29 +324,33 @@ class RunLogger:
             )
 
     def log_bad_samples(self, bad: list[dict], validation: bool = False) -> None:
-        """Write an event and a warning for every sample that any rank left out or repaired.
-        Collective.
+        """Write an event and a warning for every sample that any rank left out or repaired, once
+        per run. Collective.
 
         Args:
             bad: Batch.bad of this rank.
-            validation: Evaluation samples; each is reported once per run.
+            validation: Whether they are samples of an evaluation.
         """
         sender = {"rank": self.engine.rank, "host": socket.gethostname()}
         gathered = self.engine.gather_objects([{**sample, **sender} for sample in bad])
         if not self.run.is_main:
             return
         data, step = self.run.data, self.state.step
+        at = f"{'the evaluation at ' if validation else ''}step {step}"
+        num_new = 0
         for sample in itertools.chain.from_iterable(gathered):
-            if validation and sample["id"] in self._reported_validation:
+            if (validation, sample["id"]) in self._reported_bad:
                 continue
+            self._reported_bad.add((validation, sample["id"]))
+            num_new += 1
             split = data.validation if validation else data.train
             file, row = data.locate(split, sample["id"])
             self.folder.event("bad_sample", step=step, file=file, row=row, **sample)
-            what = "repaired in" if sample.get("repaired") else "left out of"
-            where = f"{'the evaluation at ' if validation else ''}step {step}"
-            self.folder.warning(f"sample {sample['id']} {what} {where}: {sample['reason']}")
-            if validation:
-                self._reported_validation.add(sample["id"])
+            if num_new <= _MAX_NAMED:
+                what = "repaired in" if sample.get("repaired") else "left out of"
+                self.folder.warning(f"sample {sample['id']} {what} {at}: {sample['reason']}")
+        if num_new > _MAX_NAMED:
+            self.folder.warning(f"{num_new - _MAX_NAMED} more samples at {at}: see {EVENTS}")
 
     def too_many_bad_samples_error(self, reason: str) -> StabilityStop:
         """Return the error that ends the run on every rank because too many samples are bad."""
@@ -448,7 +463,7 @@ class RunLogger:
         stop: Callable[[], bool] = lambda: False,
     ) -> None:
         """Draw the plots, log how the run ended, and close the logs. Nothing of it changes how the
-        run ends.
+        run ends. A run that was asked to end draws nothing, which takes long after many steps.
 
         Args:
             exit_code: Exit code of the process.
@@ -456,7 +471,9 @@ class RunLogger:
         """
         if not self.folder.is_open:
             return
-        if self.config.logging.plot:
+        if self.config.logging.plot and stop():
+            self.folder.message(f"plot     none of a stopped run: mmldlm plot {self.folder.path}")
+        elif self.config.logging.plot:
             # The run is finished and saved, and `mmldlm plot` can draw later.
             try:
                 self.folder.message(f"plot     {plot_run(self.folder.path)}")

@@ -79,3 +79,14 @@ def test_a_prefix_of_a_dcp_folder(tmp_path):
     assert len(init_weights(model(), str(path)).loaded) == 4
     convert(path, tmp_path / "out")
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(truth.state_dict())
+
+
+@pytest.mark.parametrize("stored", [("0.weight", "1.weight"), ("0.weight",), ("1.weight",)])
+def test_tied_weights_are_found_by_each_of_their_names(tmp_path, stored):
+    tied = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
+    tied[1].weight = tied[0].weight
+    truth = torch.rand(5, 3)
+    path = saved(tmp_path, {name: truth for name in stored}, ".safetensors")
+    report = init_weights(tied, str(path))
+    assert report.loaded == ["0.weight"] and not report.missing and not report.unexpected
+    assert tied[0].weight.equal(truth)

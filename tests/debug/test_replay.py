@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from mmldlm.debug.replay import replay_skipped_step
 from mmldlm.errors import EXIT_STABILITY
 from tests.support.helpers import read_log, train_words
 from tests.support.image_store import make_image_store
@@ -116,7 +117,7 @@ def test_weights_that_bf16_cannot_hold_are_named(store, tmp_path):
 
 def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch, capsys):
     """A latent so large that fp32 overflows, let through as if no check had seen it; weights
-    trained up to the step.
+    trained up to the step, by Muon.
     """
     from mmldlm.data.store import Store
     from mmldlm.tasks.collation import RowReader
@@ -146,6 +147,7 @@ def test_one_sample_of_a_later_step_is_singled_out(store, tmp_path, monkeypatch,
         "training.num_train_steps=5",
         "training.loss_type=t2l",
         "training.freeze=none",
+        "optimizer.kind=muon",
     ]
     assert main(words(store, tmp_path, *more, "logging.save_freq=100")) == 0
     assert [record["step"] for record in read_log(tmp_path, "run") if record["skipped"]] == [4]
@@ -205,6 +207,36 @@ def test_a_damaged_image_is_left_out_named_and_replayed(tmp_path, monkeypatch, c
     ][0]
     assert [sample["ids"][0] for sample in found["samples"] if not sample["clean"]] == [damaged]
     assert f"sample {damaged}" in capsys.readouterr().out
+
+
+def test_a_step_without_a_usable_sample_names_the_reasons(store, tmp_path, monkeypatch, capsys):
+    """The checkpoint that the run continued is gone meanwhile, those of its own are there."""
+    from mmldlm.errors import UserError
+    from mmldlm.tasks.collation import RowReader
+    from mmldlm.train import main
+
+    reject, calls = RowReader._rejection_reason, []
+
+    def reject_the_third_batch(self, tokens, latent, length):
+        calls.append(length)
+        return "made up" if 8 < len(calls) <= 12 else reject(self, tokens, latent, length)
+
+    monkeypatch.setattr(RowReader, "_rejection_reason", reject_the_third_batch)
+    more = ["training.num_train_steps=3", "training.dtype=fp32", "data.num_workers=0"]
+    assert main(words(store, tmp_path, *more, "stability.max_bad_sample_fraction=1")) == 0
+    assert [record["skipped"] for record in read_log(tmp_path, "run")] == [False, False, True]
+    (path,) = (tmp_path / "run" / "forensics").iterdir()
+    record = json.loads(path.read_text())
+    record["config"]["training"]["resume"] = str(tmp_path / "deleted")
+    path.write_text(json.dumps(record))
+
+    monkeypatch.setattr(RowReader, "_rejection_reason", lambda *given: "made up")
+    rejected = replayed(tmp_path / "run", "last", tmp_path)["rejected"]
+    assert [sample["reason"] for sample in rejected] == ["made up"] * 4
+    said = capsys.readouterr().out
+    assert f"sample {rejected[0]['id']}: made up" in said and "hardware" not in said
+    with pytest.raises(UserError, match="--exact and --checkpoint"):
+        replay_skipped_step(tmp_path / "run", "3", exact=True, checkpoint="x")
 
 
 def test_an_unknown_event_names_those_there(store, tmp_path):

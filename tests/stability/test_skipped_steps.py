@@ -8,6 +8,7 @@ import math
 import pytest
 
 from mmldlm.errors import UserError
+from mmldlm.stability import skipped_steps
 from mmldlm.stability.skipped_steps import load_skipped_step, save_skipped_step
 from tests.trials.test_run_records import WRONG_RECORDS
 
@@ -39,6 +40,25 @@ def test_what_was_written_is_read(tmp_path):
     assert {key: found[key] for key in ("dtype", "config", "lr_scale")} == {
         key: CASE[key] for key in ("dtype", "config", "lr_scale")
     }
+
+
+def test_the_newest_records_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setattr(skipped_steps, "MAX_RECORDS", 3)
+    for step in (5, 9, 100_000_000, 7, 100_000_001):
+        save_skipped_step(tmp_path, CASE | {"step": step})
+    found = {path.name for path in (tmp_path / "forensics").iterdir()}
+    assert found == {f"step_{step}.json" for step in ("00000009", "100000000", "100000001")}
+
+
+def test_the_last_skip_is_not_the_highest_step_after_a_rollback(tmp_path):
+    steps = (101, 120, 81, 90)
+    for step in steps:
+        save_skipped_step(tmp_path, CASE | {"step": step})
+    assert load_skipped_step(tmp_path, "last")["step"] == 120  # without a log
+    lines = [{"event": "skip", "step": step} for step in (*steps, 95)]  # that of 95 is not there
+    lines += [{"event": "save", "step": 101}]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert load_skipped_step(tmp_path, "last")["step"] == 90
 
 
 @pytest.mark.parametrize(

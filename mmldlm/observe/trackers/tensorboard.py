@@ -25,6 +25,8 @@ class TensorBoardTracker:
         self._folder = run.folder / TENSORBOARD
         self._writer_class = _import_writer()
         self._open(run.step + 1)
+        # An evaluation that an interruption left over is that of the step the run resumes from.
+        self._last_step = run.step
 
     def _open(self, first_step: int) -> None:
         """Start a file whose steps begin with first_step."""

@@ -331,11 +331,15 @@ class BaselineTask(TextTask):
     ) -> float:
         if not num_samples or not num_tokens:
             return 0.0
-        lengths = [num_tokens / num_samples] * num_samples
-        # Counted under loss.text_candidates only.
-        num_logits = sums.get("text_logits") or None
-        scored = sums[self.scored_sum]
-        return estimate_flops(config.model, lengths, scored, num_logits=num_logits).training
+        of_one = {name: value / num_samples for name, value in sums.items()}
+        flops = estimate_flops(
+            config.model,
+            [num_tokens / num_samples],
+            of_one[self.scored_sum],
+            # Counted under loss.text_candidates only.
+            num_logits=of_one.get("text_logits") or None,
+        )
+        return num_samples * flops.training
 
     def describe(self, config: BaselineConfig) -> str:
         return f"conditioning {config.model.conditioning}"

@@ -143,15 +143,16 @@ class TranslationTask(MaskedTextTask):
         """
         if not num_samples or not num_tokens:
             return 0.0
-        model, scored = config.model, sums["text_masked"]
-        lengths = [num_tokens / num_samples] * num_samples
-        work = {
-            "num_latents": sums["all_latents"] / num_samples if "all_latents" in sums else None,
-            **self.latent_work(sums),
-        }
-        num_logits = None if config.loss.text_candidates is None else sums["text_logits"]
-        flops = self.estimate_flops(model, lengths, scored, num_logits=num_logits, **work)
-        return flops.training
+        of_one = {name: value / num_samples for name, value in sums.items()}
+        flops = self.estimate_flops(
+            config.model,
+            [num_tokens / num_samples],
+            of_one["text_masked"],
+            num_logits=None if config.loss.text_candidates is None else of_one["text_logits"],
+            num_latents=of_one.get("all_latents"),
+            **self.latent_work(of_one),
+        )
+        return num_samples * flops.training
 
     def latent_work(self, sums: Mapping[str, float]) -> dict[str, float]:
         """Return further counts of a batch that `estimate_flops` takes."""
