@@ -24,6 +24,8 @@ KEYS = {
     ),
     "data.max_length": "model.max_seq_len",
     "data.batch_size": "training.train_batch_size",
+    "amp": "training.dtype=bf16, fp16 or fp32",
+    "fp16": "training.dtype=fp16",
     "epochs": _STEPS,
     "num_epochs": _STEPS,
     "hydra": "nothing here: logging.save_dir and logging.run_name name the run's folder",

@@ -306,9 +306,13 @@ def _merge(base: dict[str, Any], over: dict[str, Any], section: Any = None) -> d
     merged = dict(base)
     for key, value in over.items():
         annotation = fields[key].annotation if key in fields else None
-        are_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
+        is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+        if value is None and is_section:
+            continue  # a section whose keys are all commented out
+        present = merged.get(key, {} if is_section else None)
+        are_sections = isinstance(value, dict) and isinstance(present, dict)
         is_merged = are_sections and not _is_dict(annotation)
-        merged[key] = _merge(merged[key], value, annotation) if is_merged else value
+        merged[key] = _merge(present, value, annotation) if is_merged else value
     return merged
 
 

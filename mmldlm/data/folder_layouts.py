@@ -101,6 +101,8 @@ def _from_json(
             text, text_path = record.get("text"), record.get("text_path")
             if not isinstance(text, str | None):
                 raise TypeError(f"a text that is a {type(text).__name__}")
+            if text is None and not text_path:
+                raise KeyError("text or text_path")
             text_path = source / text_path if text_path else None
             samples.append(SampleFiles(source / record["latent_path"], text, text_path))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -4,7 +4,7 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,35 +104,44 @@ class MixedStore(BaseStore):
         """Return the samples at `indices`, as Store.get does; a ValueError where their sizes
         differ.
         """
-        rows = np.asarray(indices, dtype=np.int64).reshape(-1)
-        owners = self._owners(rows)
-        tokens: list = [None] * len(rows)
-        dtype = np.float32 if self.num_codes is None else np.int64
-        present = np.unique(owners).tolist()
-        if not all(0 <= owner < len(self.stores) for owner in present):
-            raise IndexError(
-                f"indices {rows.min()}..{rows.max()} of a mixture with {len(self)} samples"
-            )
-        shapes = {latent_shape(self.stores[owner].manifest) for owner in present}
+        parts = list(self._by_store(indices))
+        shapes = {latent_shape(store.manifest) for store, _, _ in parts}
         if len(shapes) > 1:
             raise ValueError(f"samples of one size at a time, not of latents {sorted(shapes)}")
-        latents = np.empty(
-            (len(rows), *(shapes.pop() if shapes else latent_shape(self.manifest))), dtype
-        )
-        for owner in present:
-            positions = np.flatnonzero(owners == owner)
-            batch = self.stores[owner].get(rows[positions] - self._starts[owner])
-            latents[positions] = batch.latents
-            for position, ids in zip(positions.tolist(), batch.tokens):
-                tokens[position] = ids
+        tokens: list = [None] * len(indices)
+        dtype = np.float32 if self.num_codes is None else np.int64
+        shape = shapes.pop() if shapes else latent_shape(self.manifest)
+        latents = np.empty((len(indices), *shape), dtype)
+        for store, places, rows in parts:
+            part = store.get(rows)
+            latents[places] = part.latents
+            for place, ids in zip(places.tolist(), part.tokens):
+                tokens[place] = ids
         return Rows(tokens, latents)
 
-    def of_one_size(self, indices: np.ndarray) -> list[np.ndarray]:
-        """Split samples into those that `get` takes together: all, or one store at a time."""
-        if self.grids is None:
-            return [indices]
-        owners = self._owners(indices)
-        return [indices[owners == owner] for owner in np.unique(owners)]
+    def tokens(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """Return the token ids of the samples at `indices`, as Store.tokens does."""
+        tokens: list = [None] * len(indices)
+        for store, places, rows in self._by_store(indices):
+            for place, ids in zip(places.tolist(), store.tokens(rows)):
+                tokens[place] = ids
+        return tokens
+
+    def _by_store(
+        self, indices: Sequence[int] | np.ndarray
+    ) -> Iterator[tuple[Store, np.ndarray, np.ndarray]]:
+        """Yield each store that has some of the samples, their places in `indices`, and their rows
+        in it.
+        """
+        wanted = np.asarray(indices, dtype=np.int64).reshape(-1)
+        if len(wanted) and (wanted.min() < 0 or wanted.max() >= len(self)):
+            raise IndexError(
+                f"indices {wanted.min()}..{wanted.max()} of a mixture with {len(self)} samples"
+            )
+        owners = self._owners(wanted)
+        for owner in np.unique(owners).tolist():
+            places = np.flatnonzero(owners == owner)
+            yield self.stores[owner], places, wanted[places] - self._starts[owner]
 
     def locate(self, index: int) -> tuple[Path, int]:
         """Return the folder of a sample's split and its row in it."""

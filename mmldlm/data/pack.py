@@ -28,7 +28,7 @@ from rich.console import Console
 
 from mmldlm.data.arrays import read_small_npz
 from mmldlm.data.encoders.model_files import save_tokenizer
-from mmldlm.data.encoders.specs import UNKNOWN_ENCODER
+from mmldlm.data.encoders.specs import ENCODERS, UNKNOWN_ENCODER
 from mmldlm.data.folder_layouts import SampleFiles, find_samples
 from mmldlm.data.latents_file import LatentRow, find_rows
 from mmldlm.data.manifest import MANIFEST
@@ -98,11 +98,12 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     left_out = LeftOut()
     samples, latents_per_text = _find(options, counts, left_out)
     prepared = _read_manifest(source)
-    tokenizer, identity = _load_tokenizer(options, source, samples)
+    tokenizer, identity = _load_tokenizer(options, prepared, samples)
     vocab_size = identity["vocab_size"]
     reader = _Reader(options, tokenizer, vocab_size, latents_per_text, counts)
     usable = {split: reader.read(part) for split, part in samples.items()}
     latent_dim = _keep_one_dimension(usable, counts, source)
+    encoder = _describe_encoder(options, prepared.get("encoder"), latent_dim)
     latent_shape = (latent_dim,) if latents_per_text == 1 else (latents_per_text, latent_dim)
     chosen = _choose(usable, options, counts)
     for split, rows in chosen.items():
@@ -138,10 +139,6 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
                 console.print(f"warning: {warning}", soft_wrap=True)
         latent_stats = statistics.result()
         save_tokenizer(tokenizer, partial / TOKENIZER_FOLDER)
-        encoder = prepared.get("encoder") or {
-            "name": options.encoder or UNKNOWN_ENCODER,
-            "source": "imported",
-        }
         manifest = {
             "format": FORMAT,
             "version": VERSION,
@@ -199,8 +196,19 @@ def _find(
     return samples, options.latents_per_text or _read_manifest(source).get("latents_per_text", 1)
 
 
-def _load_tokenizer(options: PackOptions, source: Path, samples: dict[str, list[Sample]]):
-    """Return the tokenizer and its identity."""
+def _load_tokenizer(
+    options: PackOptions, prepared: dict[str, Any], samples: dict[str, list[Sample]]
+):
+    """Return the tokenizer and its identity: that of --tokenizer, else the one that `prepare`
+    saved in the folder.
+    """
+    source = Path(options.source)
+    own = source / TOKENIZER_FOLDER
+    if options.tokenizer is None and "tokenizer" in prepared and own.is_dir():
+        tokenizer = tokenizers.load(str(own))
+        identity = tokenizers.identity(tokenizer, prepared["tokenizer"]["name"])
+        tokenizer.split_special_tokens = True
+        return tokenizer, identity
     has_tokens = any(
         isinstance(sample, SampleFiles) and sample.tokens_path
         for part in samples.values()
@@ -219,9 +227,50 @@ def _load_tokenizer(options: PackOptions, source: Path, samples: dict[str, list[
     return tokenizer, identity
 
 
+def _describe_encoder(
+    options: PackOptions, prepared: dict[str, Any] | None, latent_dim: int
+) -> dict[str, Any]:
+    """Return the manifest's entry of the encoder: the folder's own, or how that of --encoder is
+    used.
+
+    Raises:
+        UserError: --encoder names another than the folder, or one whose latents have another
+            dimension.
+    """
+    name = options.encoder
+    if prepared is not None and name not in (None, prepared["name"]):
+        raise UserError(
+            f"encoder '{prepared['name']}', which made the latents in {options.source}",
+            f"--encoder {name}",
+            "leave it out",
+        )
+    if prepared is not None:
+        return prepared
+    if name is None:
+        return {"name": UNKNOWN_ENCODER, "source": "imported"}
+    spec = ENCODERS[name]
+    low, high = spec.matryoshka or (spec.latent_dim, spec.latent_dim)
+    if not low <= latent_dim <= high:
+        expected = high if low == high else f"{low} to {high}"
+        raise UserError(
+            f"latents of {expected} components for --encoder {name}",
+            f"{latent_dim} in {options.source}",
+            "name the encoder that made them, or leave --encoder out",
+        )
+    return {
+        "name": name,
+        "source": "imported",
+        "pooling": spec.pooling,
+        **({"prefix": spec.prefix} if spec.prefix else {}),
+        **({"cut_to": latent_dim} if spec.matryoshka else {}),
+    }
+
+
 def _with_normalize(encoder: dict[str, Any], norm: dict[str, float]) -> dict[str, Any]:
-    """Return the encoder's entry with `normalize`, measured if it is unknown."""
-    is_unit = bool(abs(norm["min"] - 1) < 1e-3 and abs(norm["max"] - 1) < 1e-3)
+    """Return the encoder's entry with `normalize`, measured if it is unknown; of bf16 vectors the
+    norm is 1 within half a percent.
+    """
+    is_unit = bool(abs(norm["min"] - 1) < 1e-2 and abs(norm["max"] - 1) < 1e-2)
     return encoder if "normalize" in encoder else {**encoder, "normalize": is_unit}
 
 

@@ -180,7 +180,8 @@ class StoreData(RunData):
     def files_to_keep(self) -> dict[str, Path]:
         """The tokenizer's files."""
         folder = self.train.root / TOKENIZER_FOLDER
-        return {f"{TOKENIZER_FOLDER}/{path.name}": path for path in sorted(folder.iterdir())}
+        files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+        return {f"{TOKENIZER_FOLDER}/{path.relative_to(folder)}": path for path in files}
 
 
 # Kind of a store -> what else to do with it.

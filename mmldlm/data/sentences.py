@@ -61,20 +61,27 @@ _MARKS = ".!?\u061f\u06d4\u0964\u0965\u0589\u1362"
 _FULL_WIDTH = "\u3002\uff01\uff1f\uff61"
 _OPENING = "\"'(\\[\u201c\u2018\u201e\u201a\u00ab\u00bb\u00bf\u00a1\u300c\u300e\uff08\u300a"
 _CLOSING = "\"')\\]\u201d\u2019\u201c\u2018\u00ab\u00bb\u300d\u300f\uff09\u300b"
-# The group is the first character of the next sentence.
+# The group is the first character of the next sentence. Without the lookbehind and the possessive
+# quantifiers, a long row of dots would take time quadratic in its length.
 _SENTENCE_END = re.compile(
-    rf"[{_MARKS}]+[{_CLOSING}]*\s+(?=[{_OPENING}]*(\S))"
+    rf"(?<![{_MARKS}])[{_MARKS}]++[{_CLOSING}]*+\s++(?=[{_OPENING}]*(\S))"
     rf"|[{_FULL_WIDTH}][{_FULL_WIDTH}.!?]*[{_CLOSING}]*\s*"
 )
 _ENDS_IN_FULL_WIDTH = re.compile(rf"[{_FULL_WIDTH}][{_FULL_WIDTH}.!?]*[{_CLOSING}]*$")
 # Models have learned latents of the pieces that this rule makes: another one would cut the texts
 # that they are given otherwise than those that they were trained on.
-_END_OF_A_PART = re.compile(r"""[.!?]+["')\]\u201d\u2019]*\s+(?=["'(\[\u201c\u2018]*[A-Z0-9])""")
+_END_OF_A_PART = re.compile(
+    r"""(?<![.!?])[.!?]++["')\]\u201d\u2019]*+\s++(?=["'(\[\u201c\u2018]*[A-Z0-9])"""
+)
 _ABBREVIATIONS = frozenset(
     "e.g i.e etc. cf vs viz al fig figs eq eqs sec secs ref refs no nos vol pp ed eds approx resp"
     " dept est mr mrs ms dr prof st jr sr inc ltd co corp gen col lt sgt rev hon u.s u.k a.m p.m"
     " ph.d г гг т.е т.к т.д т.п др пр см стр рис ул им акад проф св".split()
 )
+
+
+# Characters before a period in which an abbreviation is looked for.
+_WINDOW = 64
 
 
 def split_sentences(text: str) -> list[str]:
@@ -108,7 +115,8 @@ def _split_at(text: str, ends: Iterable[re.Match[str]]) -> list[str]:
     """Split a text behind the ends of sentences, if no abbreviation or initial is before them."""
     sentences, start = [], 0
     for match in ends:
-        word = text[start : match.start()].rsplit(None, 1)[-1:] or [""]
+        before = text[max(start, match.start() - _WINDOW) : match.start()]
+        word = before.rsplit(None, 1)[-1:] or [""]
         bare = word[0].lstrip("\"'([").lower()
         ends_in_period = text[match.start()] == "."
         is_initial = len(bare) == 1 and bare.isalpha() and word[0][-1:].isupper() and bare != "i"

@@ -271,6 +271,10 @@ class BaseStore(ABC):
         return self.manifest.get("latents_per_text", 1)
 
     @abstractmethod
+    def tokens(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """Return the token ids of several samples, without reading their latents."""
+
+    @abstractmethod
     def text(self, index: int) -> str:
         """Return the text of one sample."""
 
@@ -454,6 +458,11 @@ class Store(BaseStore):
             UserError: damaged offsets or lengths.
         """
         rows = np.asarray(indices, dtype=np.int64).reshape(-1)
+        return Rows(self.tokens(rows), as_values(self._latents[rows]))
+
+    def tokens(self, indices: Sequence[int] | np.ndarray) -> list[np.ndarray]:
+        """Return copies of the token ids of the samples at `indices`; see `get`."""
+        rows = np.asarray(indices, dtype=np.int64).reshape(-1)
         if len(rows) and (rows.min() < 0 or rows.max() >= len(self)):
             raise IndexError(
                 f"indices {rows.min()}..{rows.max()} of a split with {len(self)} samples"
@@ -474,8 +483,7 @@ class Store(BaseStore):
         positions += np.repeat(starts - (ends - lengths), lengths)
         flat = self.token_ids[positions].astype(np.int64)
         bounds = [0, *ends.tolist()]
-        tokens = [flat[start:end] for start, end in zip(bounds, bounds[1:])]
-        return Rows(tokens, as_values(self._latents[rows]))
+        return [flat[start:end] for start, end in zip(bounds, bounds[1:])]
 
     def latent_blocks(
         self, num_rows: int, num_blocks: int = 64

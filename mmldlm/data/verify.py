@@ -241,12 +241,12 @@ def _compare_tokens_with_texts(store: Store, problems: list[str]) -> None:
             np.linspace(0, len(store) - 1, min(len(store), _COMPARED)).astype(np.int64)
         )
         texts = store.texts(rows)
+        stored = [ids.tolist() for ids in store.tokens(rows)]
     except UserError:
         # Their own checks report these.
         return
     encoded = token_ids(tokenizer, texts)
     # Ids that the tokenizer does not have were reported.
-    stored = [ids.tolist() for ids in store.get(rows).tokens]
     if any(max(ids, default=0) >= len(tokenizer) for ids in stored):
         return
     for row, text, stored_ids, encoded_ids in zip(rows.tolist(), texts, stored, encoded):

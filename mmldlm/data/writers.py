@@ -18,6 +18,8 @@ from mmldlm.utils.resources import require_memory
 
 LAYOUTS = ("store", "files")
 FILES_FORMAT = "mmldlm-files"
+FILES_LAYOUT = ("texts", "latents", "train_data.json", "validation_data.json", "tokenizer")
+"""Files and folders of FILES_FORMAT beside its manifest, which names none of them."""
 # Most pixels of a side of an image; most latents of a sample, and most values of one.
 MAX_IMAGE_SIZE, MAX_LATENTS, MAX_LATENT_DIM = 1 << 14, 1 << 20, 1 << 20
 # Most rows in the covariance, about: its cost grows with D^2, and more do not change its spectrum.

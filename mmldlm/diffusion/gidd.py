@@ -155,6 +155,10 @@ class GiddProcess:
             else tokens == self.mask_token_id
         )
 
+    def possible_words(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """The logits themselves: a token at t may come from any word."""
+        return logits
+
     def sampling_times(self, steps: int) -> Tensor:
         """Even steps from 1 to 0, with uniform noise finer at both ends, where it changes as a
         root. [steps + 1]

@@ -169,19 +169,18 @@ class HierarchicalProcess:
         to_cluster = stay_mask + at_s.cluster * -torch.expm1(log_ratio) / at_t.mask
         is_masked, is_cluster = tokens == self.mask_token_id, tokens >= self.vocab_size
         first = uniform[0].double()
-        drawn = self._draw_within(tokens, logits, is_cluster, uniform[1])
+        words = self.possible_words(tokens, logits)
+        drawn = draw(words.flatten(0, 1), uniform[1].flatten()).view_as(tokens)
         from_mask = torch.where(first < to_cluster, self._state[drawn], drawn)
         from_mask = torch.where(first < stay_mask, tokens, from_mask)
         from_cluster = torch.where(first < stay_cluster, tokens, drawn)
         return torch.where(is_masked, from_mask, torch.where(is_cluster, from_cluster, tokens))
 
-    def _draw_within(
-        self, tokens: Tensor, logits: Tensor, is_cluster: Tensor, uniform: Tensor
-    ) -> Tensor:
-        """Draw words from x_hat, at a cluster among its own words. [B, S]"""
+    def possible_words(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Logits [..., V] of x_0, -inf outside the cluster that a token [...] is."""
+        is_cluster = tokens >= self.vocab_size
         outside = is_cluster[..., None] & (self._group != (tokens - self.vocab_size)[..., None])
-        allowed = logits.masked_fill(outside, float("-inf"))
-        return draw(allowed.flatten(0, 1), uniform.flatten()).view_as(tokens)
+        return logits.masked_fill(outside, float("-inf"))
 
 
 class HierarchicalDivergence(NamedTuple):

@@ -148,6 +148,10 @@ class DivergenceProcess(Protocol):
         """Falling timesteps from 1 to 0 for `steps` steps. [steps + 1] fp64"""
         ...
 
+    def possible_words(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Logits [..., V] of x_0, -inf for words that a token [...] at t cannot come from."""
+        ...
+
     def reverse(
         self, tokens: Tensor, logits: Tensor, t: Tensor, s: Tensor, uniform: Tensor
     ) -> Tensor:

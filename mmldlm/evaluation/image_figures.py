@@ -210,7 +210,7 @@ class TrainingImages:
 
     def captions(self, rows: np.ndarray) -> list[list[int]]:
         """Return the ids of captions, without EOS."""
-        return [tokens.tolist() for tokens in self.store.get(rows).tokens]
+        return [tokens.tolist() for tokens in self.store.tokens(rows)]
 
     def names(
         self, images: np.ndarray, groups: np.ndarray | None, sentences: Sentences

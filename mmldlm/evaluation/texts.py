@@ -192,7 +192,7 @@ def _add_nearest(
     """Add the nearest training sentences, the near-duplicate split and the model's differences to
     this floor.
     """
-    copies = [row.tolist() for row in train.get(neighbors.rows).tokens]
+    copies = [row.tolist() for row in train.tokens(neighbors.rows)]
     floor, keep = scorer.overlap(copies), neighbors.cosines <= NEAR_DUPLICATE
     name, cosine = "nearest_training_sentence", "reencoded_cosine"
     found.arms[name] = scorer.estimates(floor) | {cosine: mean(neighbors.cosines, "cosine")}

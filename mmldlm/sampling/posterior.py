@@ -38,8 +38,6 @@ class _Denoiser:
         state: State of the batch; its tokens are not read.
         condition: Encoded latents; None: no condition.
         guidance: Scale g of null + g (conditional - null).
-        temperature: Temperature of the draws; 0 leaves the most probable token alone.
-        top_p: Probability that the most probable tokens, which are left, reach together.
         num_calls: Number of calls so far.
         recorder: Callback after every pass.
         samples: Indices of the texts, for the recorder.
@@ -50,8 +48,6 @@ class _Denoiser:
     state: DecodingState
     condition: EncodedLatent | None
     guidance: float
-    temperature: float = 1.0
-    top_p: float = 1.0
     num_calls: int = 0
     recorder: Recorder | None = None
     samples: Sequence[int] = ()
@@ -85,7 +81,7 @@ class _Denoiser:
         logits.masked_fill_(is_last[:, None], float("-inf"))
         logits[:, state.eos_token_id].masked_fill_(is_last, 0.0)
         check_finite(logits.amax(-1))
-        return _shaped(logits, self.temperature, self.top_p)
+        return logits
 
     def report(
         self, before: Tensor, after: Tensor, positions: Tensor, chosen: Tensor | None = None
@@ -172,12 +168,13 @@ def sample_by_posterior(
             denoise = _start(
                 model, lengths[index], None if latents is None else latents[index], guidance
             )
-            denoise.temperature, denoise.top_p = temperature, top_p
             denoise.recorder, denoise.samples = recorder, rows
             uniform = uniforms(seed, Stream.TEXT, rows, (num_steps, 2, model.config.max_seq_len))
             tokens = denoise.state.tokens
             for k, (t, s) in enumerate(pairwise(process.sampling_times(num_steps).tolist())):
-                tokens, cost = _step_back(denoise, process, tokens, t, s, uniform[:, k])
+                tokens, cost = _step_back(
+                    denoise, process, tokens, t, s, uniform[:, k], temperature, top_p
+                )
                 samples.num_rows += cost
                 if progress is not None:
                     progress(batch_number * num_steps + k + 1, len(batches) * num_steps)
@@ -216,6 +213,8 @@ def _step_back(
     t: float,
     s: float,
     uniform: Tensor,
+    temperature: float,
+    top_p: float,
 ) -> tuple[Tensor, int]:
     """Tokens at s from tokens at t, and the rows computed; uniform [B, 2, max_seq_len]."""
     positions = (denoise.state.real & process.is_open(tokens)).flatten().nonzero()[:, 0]
@@ -234,8 +233,10 @@ def _step_back(
             torch.full((len(part_positions),), time, dtype=torch.float64, device=tokens.device)
             for time in (t, s)
         )
+        present = flat[part_positions]
+        words = _shaped(process.possible_words(present, part), temperature, top_p)
         drawn = process.reverse(
-            flat[part_positions][:, None], part[:, None], before, after, numbers[..., None]
+            present[:, None], words[:, None], before, after, numbers[..., None]
         )
         flat[part_positions] = drawn[:, 0]
     denoise.report(earlier, tokens, positions)
@@ -256,7 +257,6 @@ def _correct(denoise: _Denoiser, tokens: Tensor, rows: list[int], seed: int) -> 
     best = torch.zeros_like(goes_on, dtype=torch.float64)
     stale = torch.zeros_like(tokens[:, 0])
     num_rows = 0
-    denoise.temperature, denoise.top_p = 1.0, 1.0
     for k in range(CORRECTION_ROUNDS):
         found = denoise(tokens, CORRECTION_TIME, positions)
         logits.view(-1, logits.shape[-1])[positions] = found.float()

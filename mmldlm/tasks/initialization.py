@@ -39,9 +39,8 @@ def counted_texts(num_texts: int) -> np.ndarray:
 def token_counts(data: LatentData) -> np.ndarray:
     """Occurrences [V] of each token in `counted_texts` of the training split, EOS included."""
     spread = counted_texts(len(data.train_lengths))
-    parts = data.train.of_one_size(spread) if isinstance(data.train, MixedStore) else [spread]
-    tokens = [ids for part in parts for ids in data.train.get(part).tokens]
-    counts = np.bincount(np.concatenate(tokens), minlength=data.config.model.vocab_size)
+    tokens = np.concatenate(data.train.tokens(spread))
+    counts = np.bincount(tokens, minlength=data.config.model.vocab_size)
     counts[data.config.model.eos_token_id] += len(spread)
     return counts
 

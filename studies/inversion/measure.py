@@ -71,7 +71,7 @@ def measure_ways(
         if way.name == ONE_BY_ONE:
             shuffled = [tokens[row] for row in sentences.shuffled_index]
             found["floor: text of another latent"] = reach(shuffled, passes, {})
-    copied = [row.tolist() for row in train.get(nearest.rows).tokens]
+    copied = [row.tolist() for row in train.tokens(nearest.rows)]
     found["floor: nearest training sentence"] = reach(copied, None, {})
     return found
 

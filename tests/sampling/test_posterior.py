@@ -71,6 +71,19 @@ def test_texts_hold_words_alone_and_do_not_depend_on_their_batch(name, steps):
     )
 
 
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_p": 0.5}])
+def test_a_cluster_becomes_a_word_of_its_own_however_the_draws_are_shaped(options):
+    """Of a model whose best word is mostly in another cluster."""
+    model, latents = model_of(), torch.randn(7, DIM, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3)
+    lengths = torch.full((7,), 9)
+    for process in PROCESSES.values():
+        found = sample_by_posterior(model, latents, process, num_steps=9, lengths=lengths, **options)
+        assert all(0 <= token < VOCAB for text in found.tokens for token in text)
+
+
 def test_options_of_the_draws():
     model, latents = model_of(), torch.randn(3, DIM)
     options = {"num_steps": 6, "lengths": torch.tensor([9, 9, 9])}

@@ -30,6 +30,7 @@ from mmldlm.data.sentences import MAX_TEXT_BYTES
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import first_line, join_some, printable
 from mmldlm.utils.input_files import refuse_pointer, require_regular
+from mmldlm.utils.resources import require_memory
 
 TABLES = ("csv", "tsv")
 # Separators of a .csv: a spreadsheet writes semicolons where the comma is a decimal mark.
@@ -217,6 +218,16 @@ def read_vectors(path: Path, column: str | None = None) -> list[np.ndarray | Non
             f"{len(known)} such columns{': ' * bool(known)}{join_some(map(printable, known))}",
             "name the column of the latents with --latents-field",
         )
+    require_memory(
+        sum(
+            part.column(number).total_uncompressed_size
+            for part in map(file.metadata.row_group, range(file.num_row_groups))
+            for number in range(part.num_columns)
+            if part.column(number).path_in_schema.split(".")[0] == chosen
+        ),
+        f"the column {chosen} of {path}, which is read whole",
+        "write it as a .npy file, which is mapped, and give that with --latents",
+    )
     vectors: list[np.ndarray | None] = []
     for values in _parquet_column(path, chosen):
         vectors += values.to_numpy(zero_copy_only=False).tolist()

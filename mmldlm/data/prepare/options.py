@@ -27,8 +27,15 @@ OVERLONG = ("drop", "truncate", "chunk")
 # Largest number of values of an image for pca: the covariance has one row per value and is
 # decomposed as a whole.
 MAX_PCA_VALUES = 4096
-# Options that affect how the work is done, but not its result.
-_RUN_ONLY_OPTIONS = ("output_dir", "force", "cache_dir", "retries", "compile")
+# Options that affect how the work is done, or whether there is a result, but not the result.
+_RUN_ONLY_OPTIONS = (
+    "output_dir",
+    "force",
+    "cache_dir",
+    "retries",
+    "compile",
+    "max_quarantined",
+)
 # Options that affect how the work is done, where files lie, or whether there is a result, but not
 # the result.
 _RUN_ONLY_IMAGE_OPTIONS = (

@@ -47,7 +47,7 @@ from mmldlm.data.prepare.work_dir import (
 )
 from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.writers import LatentStatistics
-from mmldlm.errors import UserError
+from mmldlm.errors import EXIT_USAGE, UserError
 from mmldlm.utils.atomic_files import list_files, write_text
 from mmldlm.utils.json_files import read_json, to_json
 from mmldlm.utils.screen import open_console
@@ -115,10 +115,11 @@ class _Preparation:
             source.select()
             source.encode()
             queue.rank_0_first("write", lambda: self._write(started))
-        except UserError as error:
+        except (UserError, RankFailed) as error:
             # The other ranks must leave before the folder is removed.
             queue.announce_failure(error)
-            if queue.rank == 0 and not source.has_costly_work:
+            is_input = error.exit_code == EXIT_USAGE  # of this rank or another
+            if queue.rank == 0 and is_input and not source.has_costly_work:
                 # Only quick work is lost, and the next launch may have other options.
                 self.work.remove()
             raise

@@ -74,7 +74,9 @@ class TaskQueue:
         work()
 
     def announce_failure(self, error: BaseException) -> None:
-        """Report to the other ranks that this rank has failed."""
+        """Report to the other ranks that this rank has failed, if it is not them that have, and
+        wait on rank 0 until they leave.
+        """
 
     def is_reporter(self) -> bool:
         """Whether this rank prints its error: of several ranks with the same error only the first
@@ -128,8 +130,9 @@ class StoreTaskQueue(TaskQueue):
         )
         first = (str(error).splitlines() or [type(error).__name__])[0]
         try:
-            self._store.set(_FAILED_KEY, f"{code} rank {self.rank}: {first}")
-            self._store.add(_DONE_KEY, 1)
+            if not isinstance(error, RankFailed):
+                self._store.set(_FAILED_KEY, f"{code} rank {self.rank}: {first}")
+                self._store.add(_DONE_KEY, 1)
             deadline = time.monotonic() + SHUTDOWN_DELAY
             while (
                 self.rank == 0

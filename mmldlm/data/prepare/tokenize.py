@@ -24,6 +24,9 @@ TEXTS_PER_SHARD = 4096
 OK, TOO_SHORT, TOO_LONG, TRUNCATED, CHUNKED = range(5)
 # Incomplete bytes of a character decode to this.
 _REPLACEMENT = "\ufffd"
+# Tokens behind the last of those that are read of the beginning of a sentence: its end is cut
+# inside a word, and a word that is one token whole may have up to 100 (WordPiece) in parts.
+_MARGIN = 128
 
 
 @dataclass(frozen=True)
@@ -186,8 +189,7 @@ def chunk(tokenizer, text: str, max_tokens: int) -> list[tuple[list[int], str]]:
                 # One character with more tokens than that cannot be cut.
                 pieces.append(([], sentence))
                 continue
-            parts = _cut_sentence(tokenizer, sentence, max_tokens)
-            todo += _count_tokens(tokenizer, parts)[::-1]
+            todo += _count_tokens(tokenizer, _cut_sentence(tokenizer, sentence, max_tokens))[::-1]
             continue
         taken = [todo.pop()]
         total = taken[0][1]
@@ -210,19 +212,53 @@ def _count_tokens(tokenizer, parts) -> list[tuple[str, int]]:
     return list(zip(parts, map(len, token_ids(tokenizer, parts)))) if parts else []
 
 
-def _cut_sentence(tokenizer, sentence: str, max_tokens: int) -> tuple[str, str]:
-    """Cut a too long sentence at the last white space of the part that fits; return that part and
-    the rest.
+def _cut_sentence(tokenizer, sentence: str, max_tokens: int) -> list[str]:
+    """Cut a too long sentence into parts, each at the last white space of what fits."""
+    parts, start = [], 0
+    while start < len(sentence):
+        offsets = _first_offsets(tokenizer, sentence, start, max_tokens)
+        if len(offsets) <= max_tokens:
+            parts.append(sentence[start:].strip())
+            break
+        end = start + _length_that_fits(tokenizer, sentence, start, offsets[:max_tokens])
+        parts.append(sentence[start:end].strip())
+        while sentence[end : end + 1].isspace():
+            end += 1
+        start = end
+    return parts
+
+
+def _first_offsets(
+    tokenizer, sentence: str, start: int, max_tokens: int
+) -> list[tuple[int, int]]:
+    """Return the offsets of the tokens behind a position: of all of them, or of well over
+    max_tokens. To tokenize the whole rest for each part would be quadratic in its length.
     """
-    offsets = tokenizer(
-        sentence, add_special_tokens=False, return_offsets_mapping=True, verbose=False
-    )["offset_mapping"]
-    for num_tokens in range(max_tokens, 0, -1):
-        end = max(offsets[num_tokens - 1][1], 1)
-        space = sentence.rfind(" ", 1, end + 1)
+    size = 16 * (max_tokens + _MARGIN)
+    while True:
+        offsets = tokenizer(
+            sentence[start : start + size],
+            add_special_tokens=False,
+            return_offsets_mapping=True,
+            verbose=False,
+        )["offset_mapping"]
+        if start + size >= len(sentence) or len(offsets) > max_tokens + _MARGIN:
+            return offsets
+        size *= 2
+
+
+def _length_that_fits(
+    tokenizer, sentence: str, start: int, offsets: list[tuple[int, int]]
+) -> int:
+    """Return how many characters behind a position have at most as many tokens as offsets are
+    given: up to the last white space, if there is one.
+    """
+    for _, token_end in reversed(offsets):
+        end = start + max(token_end, 1)
+        space = sentence.rfind(" ", start + 1, end + 1)
         cut = space if space > 0 else end
-        head = sentence[:cut].strip()
+        head = sentence[start:cut].strip()
         # The head alone can have more tokens than the same characters inside the sentence.
-        if head and len(token_ids(tokenizer, head)) <= max_tokens:
-            return head, sentence[cut:].strip()
-    return sentence[:1], sentence[1:].strip()
+        if head and len(token_ids(tokenizer, head)) <= len(offsets):
+            return cut - start
+    return 1

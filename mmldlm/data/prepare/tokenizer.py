@@ -49,7 +49,7 @@ def load(
     elif name == WORDS:
         tokenizer = _words(texts or (), vocab_size)
     else:
-        source = find_model_folder(name)[0] if name in ENCODERS else name
+        source = find_model_folder(name, cache_dir)[0] if name in ENCODERS else name
         if Path(source).is_dir():
             source = transformer_folder(Path(source))
         tokenizer = _from_pretrained(str(source), cache_dir, name)

@@ -24,6 +24,7 @@ from mmldlm.data.prepare.inputs import diff_inputs, inputs_entry, with_known_ver
 from mmldlm.data.prepare.options import diff_options
 from mmldlm.data.prepare.task_queue import TaskQueue
 from mmldlm.data.store import FORMAT, Store
+from mmldlm.data.writers import FILES_FORMAT, FILES_LAYOUT
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import fsync_path, write_json
 from mmldlm.utils.formatting import is_utf8, join_some, printable
@@ -198,7 +199,9 @@ def existing_output(root: Path, plan: dict[str, Any]) -> str | None:
     """
     try:
         manifest = read_json(root / MANIFEST, "")
-        if manifest.get("options") != plan["options"]:
+        # Earlier versions recorded --max-quarantined, which does not change the result.
+        options = {**manifest["options"], "max_quarantined": None}
+        if options != {**plan["options"], "max_quarantined": None}:
             return None
         inputs = with_known_versions(plan["inputs"], manifest.get("inputs"))
         if manifest.get("units") == plan_digest({**plan, "inputs": inputs}):
@@ -209,7 +212,7 @@ def existing_output(root: Path, plan: dict[str, Any]) -> str | None:
                 " the encoder were not compared, as an earlier version of mmldlm made it (--force"
                 " prepares it again)"
             )
-    except (UserError, AttributeError, TypeError):  # not a manifest, or not of such entries
+    except (UserError, AttributeError, TypeError, KeyError):  # not a manifest, or not of such entries
         pass
     return None
 
@@ -292,10 +295,10 @@ def check_output_free(root: Path, force: bool, plan: dict[str, Any] | None = Non
 def _files_beside(root: Path) -> list[str]:
     """Return the files and folders in a store's folder that its manifest does not list."""
     try:
-        listed = read_json(root / MANIFEST, "")["files"]
+        manifest = read_json(root / MANIFEST, "")
+        listed = FILES_LAYOUT if manifest["format"] == FILES_FORMAT else manifest["files"]
         known = {MANIFEST, QUARANTINE, *(name.split("/")[0] for name in listed)}
-        # `--layout files` lists none.
-        return sorted(path.name for path in root.iterdir() if path.name not in known and listed)
+        return sorted(path.name for path in root.iterdir() if path.name not in known)
     except (UserError, OSError, KeyError, TypeError, AttributeError):
         return []
 

@@ -45,7 +45,7 @@ class HdlmData(LatentData):
         config = self.config
         count = not_none(config.text_diffusion.num_clusters)
         specials = self._special_tokens()
-        texts = self.train.get(counted_texts(len(self.train_lengths))).tokens
+        texts = self.train.tokens(counted_texts(len(self.train_lengths)))
         vectors = cooccurrence_vectors(texts, not_none(config.model.vocab_size))
         if count > len(vectors) - len(specials):
             raise UserError(
