@@ -87,12 +87,15 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
         if prefix:
             source.notes.append(f"the prefix {prefix!r} was removed from the names of {path}")
         for stored_name, info in source.tensors.items():
-            name = stored_name.removeprefix(prefix)
-            name = names.get(name, name)
-            if name in buffers or name in report.loaded:
+            own_name = stored_name.removeprefix(prefix)
+            name = names.get(own_name, own_name)
+            # What the source has under the first name of a tied weight, if this is another one.
+            first = source.tensors.get(prefix + name) if own_name != name else None
+            is_tied = first is not None and (info.alias_of or first.alias_of == stored_name)
+            if name in buffers or is_tied:
                 continue
-            if name not in parameters:
-                report.unexpected.append(name)
+            if name not in parameters or first is not None:
+                report.unexpected.append(own_name)
             elif info.shape != tuple(parameters[name].shape):
                 report.mismatched[name] = (info.shape, tuple(parameters[name].shape))
             else:

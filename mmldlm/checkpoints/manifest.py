@@ -84,7 +84,9 @@ TAIL_BYTES = 1 << 20
 # What the manifest says of a file (`describe_file`).
 _ENTRY = ("bytes", "crc32", "tail_crc32")
 # Files without training state: a run continues without them.
-_DESCRIPTIONS = re.compile(r"config\.yaml|model_config\.json|tokenizer/.*")
+_DESCRIPTIONS = re.compile(
+    "|".join((r"config\.yaml|model_config\.json|tokenizer/.*", *map(re.escape, CODEC_FILES)))
+)
 
 
 # Entry of a manifest: {name: "768x256"} of every parameter (a tied one under each of its names)

@@ -6,7 +6,6 @@ The files that it reads may come from anyone: their words are shown as words, ne
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,8 @@ from mmldlm.utils.run_files import CHECKPOINTS, EVALUATIONS
 
 # Longest recorded word or phrase in a card, in characters.
 _MAX_WORD = 120
+# Figures from here on are not shown: an integer may be larger than any float.
+_LARGEST = 1e30
 
 
 def write_model_card(
@@ -119,7 +120,7 @@ def _training(
             ", ".join(
                 f"{_code(mode)} {share:.2g}"
                 for mode, share in modes.items()
-                if isinstance(share, (int, float)) and share > 0
+                if type(share) in (int, float) and 0 < share < _LARGEST
             ),
         ),
         ("engine", f"{_code(opened.engine)}, {count_noun(opened.world_size or 1, 'rank')}"),
@@ -182,7 +183,7 @@ def _last_evaluation(opened: OpenedCheckpoint) -> dict[str, Any]:
                 return {
                     key: value
                     for key, value in record.items()
-                    if type(value) in (int, float) and math.isfinite(value)
+                    if type(value) in (int, float) and abs(value) < _LARGEST
                 }
     return {}
 

@@ -309,7 +309,7 @@ def _merge(base: dict[str, Any], over: dict[str, Any], section: Any = None) -> d
         is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
         if value is None and is_section:
             continue  # a section whose keys are all commented out
-        present = merged.get(key, {} if is_section else None)
+        present: Any = merged.get(key, {} if is_section else None)
         are_sections = isinstance(value, dict) and isinstance(present, dict)
         is_merged = are_sections and not _is_dict(annotation)
         merged[key] = _merge(present, value, annotation) if is_merged else value

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +21,13 @@ from mmldlm.data.encoders.model_files import VaeFiles, find_vae
 from mmldlm.data.images import from_patches, to_patches
 from mmldlm.data.manifest import MANIFEST, find_codec_problems
 from mmldlm.errors import UserError
-from mmldlm.utils.atomic_files import sha256_of, write_json
+from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.counter_rng import counter_generator
 from mmldlm.utils.json_files import read_json
 
 if TYPE_CHECKING:
     from mmldlm.data.encoders.vae import ImageVae
 
-CODEC = "image_codec.json"
 # Entries of an identity that say where something was, not what it is.
 HINTS = ("vae_folder",)
 # In units of the root mean square norm of an autoencoder's training latents.
@@ -78,7 +76,7 @@ class ImageCodec:
         identity.
 
         Args:
-            source: Folder, store's manifest, or the `identity` of a codec.
+            source: Folder of a store, its manifest, or the `identity` of a codec.
             folder: For a manifest or an identity of kind pca or codes: folder that has their file.
 
         Raises:
@@ -86,10 +84,7 @@ class ImageCodec:
         """
         if not isinstance(source, dict):
             folder = Path(source)
-            is_store = (folder / MANIFEST).is_file()
-            source = read_json(
-                folder / (MANIFEST if is_store else CODEC), "give the folder of a store of images"
-            )
+            source = read_json(folder / MANIFEST, "give the folder of a store of images")
         identity = _identity_of(source)
         codec = cls(**{key: identity[key] for key in _KEYS if key != "grid"})
         if codec.latents == "pixels":
@@ -146,12 +141,6 @@ class ImageCodec:
         if self.codebook is not None and self.codebook.file is not None:
             return {CODEBOOK: self.codebook.file}
         return {} if self.basis_file is None else {BASIS: self.basis_file}
-
-    def save(self, folder: str | os.PathLike) -> None:
-        """Write identity and files into a folder that exists; `open` reads it."""
-        for name, path in self.files().items():
-            shutil.copyfile(path, Path(folder, name))
-        write_json(Path(folder, CODEC), self.identity)
 
     @property
     def source(self) -> str:

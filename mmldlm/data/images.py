@@ -187,9 +187,10 @@ def _is_deep(image: Image.Image) -> bool:
     """Whether a color image that is not decoded yet has 16 bits a color, by the form in which its
     file has them.
     """
-    return image.mode in _DIRECT and any(
-        "16" in str(tile[3]) for tile in getattr(image, "tile", ()) if tile[0] != "ppm"
-    )
+    arguments = [tile[3] for tile in getattr(image, "tile", ()) if tile[0] != "ppm"]
+    # The raw mode, as in "RGB;16B"; alone, or before numbers such as the length of a row.
+    raw_modes = [each if isinstance(each, str) else (each or [""])[0] for each in arguments]
+    return image.mode in _DIRECT and any(";16" in str(mode) for mode in raw_modes)
 
 
 def _convert(image: Image.Image, size: int, channels: int, depth: _Depth) -> np.ndarray:

@@ -89,6 +89,15 @@ def iterate_steps(
     the workers.
     """
     items = range(first_step * dataset.accum, last_step * dataset.accum)
+    batches = iterate_items(dataset, items, num_workers, prefetch_factor)
+    for _ in range(first_step, last_step):
+        yield [next(batches) for _ in range(dataset.accum)]
+
+
+def iterate_items(
+    dataset: MicroBatches, items: range, num_workers: int = 0, prefetch_factor: int = 4
+) -> Generator[Batch, None, None]:
+    """Yield micro-batches one by one; see `iterate_steps`."""
     loader = DataLoader(
         dataset,
         batch_size=None,
@@ -107,11 +116,11 @@ def iterate_steps(
     if num_workers == 0 and torch.cuda.is_available():
         # A thread starts on device 0, where pinning would open a context.
         device = torch.cuda.current_device()
-        batches = prefetch(loader, prefetch_factor, on_start=lambda: torch.cuda.set_device(device))
+        yield from prefetch(
+            loader, prefetch_factor, on_start=lambda: torch.cuda.set_device(device)
+        )
     else:
-        batches = start_workers(loader)
-    for _ in range(first_step, last_step):
-        yield [next(batches) for _ in range(dataset.accum)]
+        yield from start_workers(loader)
 
 
 def ignore_stop_signals(worker_id: int) -> None:

@@ -25,9 +25,9 @@ from mmldlm.data.mixture import MixedStore
 from mmldlm.data.store import TOKENIZER_FOLDER, Store, check_latents
 from mmldlm.errors import UserError
 
-# Rows whose latents are checked when a run opens a store; prepare and verify-data check all of
-# them.
-ROWS_CHECKED = 50_000
+# Most rows whose latents are checked when a run opens a store, and their most values: an image has
+# thousands; prepare and verify-data check all of them.
+ROWS_CHECKED, VALUES_CHECKED = 50_000, 1 << 26
 # In units of the root mean square norm of the training latents.
 MAX_NORM_RATIO = 20.0
 
@@ -242,7 +242,9 @@ def open_splits(
                 "none",
                 "prepare the store from a larger corpus",
             )
-        for first, block in store.latent_blocks(ROWS_CHECKED):
+        num_values = store.latents_per_text * store.latent_dim
+        num_rows = max(min(ROWS_CHECKED, VALUES_CHECKED // num_values), 1)
+        for first, block in store.latent_blocks(num_rows):
             where = f"{store.root}/{store.split}"
             check_latents(block, where, store.latent_dim, first, store.kind == "image")
             if store.num_codes is not None:

@@ -162,15 +162,11 @@ class Replay:
 
     def rejected_samples(self) -> list[dict]:
         """Return {id, reason} of the step's samples that are unusable."""
-        batches = [
-            self._collate(self._slots_of(entry)) for entry in self.skipped["micro_batches"]
-        ]
+        batches = [self._collate(self._slots_of(entry)) for entry in self.skipped["micro_batches"]]
         return [bad for batch in batches for bad in batch.bad if not bad.get("repaired")]
 
     def _collate(self, slots: np.ndarray) -> Batch:
-        return self.collator.collate(
-            self.batch, slots, self.data.train, self.data.train_lengths
-        )
+        return self.collator.collate(self.batch, slots, self.data.train, self.data.train_lengths)
 
     def _slots_of(self, entry: dict) -> np.ndarray:
         skipped = self.skipped
@@ -254,6 +250,7 @@ class Replay:
         if path is not None:
             with open_training_state(path / ENGINE_FOLDER) as reader:
                 engine.load(reader, state.applied_steps if reader.has_moments else 0)
+                reader.finish()
             engine.sync_weights_from_masters()
         guard = Guard(config.stability, config.training.dtype)
         guard.restore(saved.get("guard", {}))

@@ -5,7 +5,6 @@ torchrun, DeepSpeed, MPI or Slurm; and the environment that NCCL reads.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import socket
@@ -306,12 +305,11 @@ _FALSE = ("0", "n", "no", "f", "false")
 
 
 def prepare_environment(timeout: float, logs: Path | None = None) -> list[str]:
-    """Set what NCCL, torch and DeepSpeed read when the process group starts. Variables that the
-    user has set stay.
+    """Set what NCCL and torch read when the process group starts. Variables that the user has set
+    stay.
 
-    Call it before init_process_group, and before deepspeed is imported (it reads DEEPSPEED_TIMEOUT
-    on import). gloo reads no time limit from the environment: it takes the `timeout` of
-    init_process_group.
+    Call it before init_process_group. gloo reads no time limit from the environment
+    (`process_group.limit_collectives`).
 
     Args:
         timeout: Time limit in seconds (engine.collective_timeout).
@@ -338,8 +336,6 @@ def prepare_environment(timeout: float, logs: Path | None = None) -> list[str]:
     # thread monitors it.
     _default((_MONITORING,), "1")
     _default((_HEARTBEAT,), str(max(int(min(timeout, _MAX_HEARTBEAT)), 1)))
-    # Whole minutes; for the groups that DeepSpeed makes by itself.
-    _default(("DEEPSPEED_TIMEOUT",), str(max(math.ceil(timeout / 60), 1)))
     return _timeout_beyond(timeout)
 
 

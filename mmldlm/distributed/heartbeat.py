@@ -44,6 +44,7 @@ from mmldlm.distributed.failure_attribution import (
     find_failed_ranks,
     report_failed_ranks,
 )
+from mmldlm.distributed.process_group import limit_collectives
 from mmldlm.distributed.stack_dump import current_location, exit_with_stacks, is_collective_error
 from mmldlm.errors import MmldlmError
 from mmldlm.utils.environment import int_from_env
@@ -59,7 +60,6 @@ SHUTDOWN_TIMEOUT = 30.0  # seconds from the error to the end of the process
 DEAD_RANK_TIMEOUT = 120.0
 # Distance of two rounds of the watchdog, in intervals, above which the process was suspended
 _LONGEST_ROUND = 3.0
-_LONGEST_SUSPENSION = timedelta(days=7)
 _POLL = 0.02  # polling interval in seconds
 
 
@@ -156,11 +156,7 @@ class Heartbeat:
             thread = threading.Thread(target=loop, name=f"heartbeat{loop.__name__}", daemon=True)
             thread.start()
             self._threads.append(thread)
-        # From here on the watchdog enforces the time limit. That of gloo's collectives would count
-        # the time for which the job was suspended.
-        if torch.distributed.is_initialized() and torch.distributed.get_backend() == "gloo":
-            limit = timedelta(seconds=timeout) + _LONGEST_SUSPENSION
-            torch.distributed.distributed_c10d._set_pg_timeout(limit)
+        limit_collectives(timeout)  # from here on the watchdog enforces it
 
     # -- for the main thread ----------------------------------------------------------------------
 

@@ -15,6 +15,11 @@ from mmldlm.utils.formatting import first_line
 from mmldlm.utils.job_store import RanksNotConnected, connect_job_store
 from mmldlm.utils.network import free_port
 
+WRITERS = "checkpoint writers"
+"""Description of a process group that has a time limit of its own."""
+# A job may be suspended for as long as this.
+_LONGEST_SUSPENSION = timedelta(days=7)
+
 
 def backend_for(device: torch.device) -> str:
     """NCCL on GPUs, gloo on CPUs."""
@@ -58,6 +63,26 @@ def start_process_group(device: torch.device, timeout: float) -> None:
         )
     except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
         raise RanksNotConnected(first_line(error)) from error
+
+
+def limit_collectives(timeout: float) -> None:
+    """Give every process group the job's time limit; call it when the engine is built and a
+    Heartbeat watches the ranks.
+
+    DeepSpeed and device meshes make groups with torch's own limit, 10 minutes on NCCL and 30 on
+    gloo. gloo's would count the time for which a job was suspended: there the Heartbeat, which
+    does not, ends a rank that stands still.
+
+    Args:
+        timeout: Time limit of a collective in seconds.
+    """
+    c10d = torch.distributed.distributed_c10d
+    for group in c10d._world.pg_map if torch.distributed.is_initialized() else ():
+        if group.group_desc != WRITERS:
+            limit = timedelta(seconds=timeout)
+            if torch.distributed.get_backend(group) == "gloo":
+                limit += _LONGEST_SUSPENSION
+            c10d._set_pg_timeout(limit, group)
 
 
 def check_gloo_interfaces() -> None:

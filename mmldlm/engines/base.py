@@ -286,10 +286,10 @@ def compute_dtype(name: str) -> torch.dtype:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are saved in a checkpoint, by name."""
+    """Buffers that are saved in a checkpoint, by each of their names."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
+        for prefix, module in model.named_modules(remove_duplicate=False)
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
     }

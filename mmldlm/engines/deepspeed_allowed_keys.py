@@ -363,7 +363,7 @@ def _has_type(value: Any, kind: str, optional: bool) -> bool:
     if kind == SECTION:
         # An offload section may be null.
         return isinstance(value, dict) or (optional and value is None)
-    if value == "auto" or value is None:
+    if value == "auto":
         return True
     if kind == SWITCH:
         return isinstance(value, bool)

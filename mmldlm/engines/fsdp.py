@@ -19,7 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mmldlm.config.schema import Config
 from mmldlm.distributed.environment import pick_device, rank_environment
-from mmldlm.distributed.process_group import start_process_group
+from mmldlm.distributed.process_group import WRITERS, start_process_group
 from mmldlm.engines.base import compute_dtype, persistent_buffers, tied_names
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.shards import ParameterShard, dim0_shard
@@ -73,7 +73,9 @@ class FsdpEngine(TorchEngine):
     def _new_writers(self) -> Any:
         # A checkpoint is written in a thread while training continues: its collectives need a
         # separate group.
-        return torch.distributed.new_group(backend="gloo", timeout=self._save_timeout)
+        return torch.distributed.new_group(
+            backend="gloo", timeout=self._save_timeout, group_desc=WRITERS
+        )
 
     def reset_after_failed_save(self) -> None:
         # After a failed collective a group stays broken.

@@ -80,9 +80,7 @@ def save_skipped_step(run_dir: Path, case: dict) -> Path:
 def _records(folder: Path) -> list[tuple[int, Path]]:
     """Return the records in a folder by step."""
     paths = folder.iterdir() if folder.is_dir() else ()
-    return sorted(
-        (int(name[1]), path) for path in paths if (name := _RECORD.fullmatch(path.name))
-    )
+    return sorted((int(name[1]), path) for path in paths if (name := _RECORD.fullmatch(path.name)))
 
 
 def load_skipped_step(run_dir: Path, event: str) -> dict:

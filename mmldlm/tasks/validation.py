@@ -6,16 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmldlm.config.schema import Config
 from mmldlm.data.batch import Collator
-from mmldlm.data.batch_plan import BatchPlan
-from mmldlm.data.loader import MicroBatches, iterate_steps
+from mmldlm.data.batch_plan import BatchPlan, Order
+from mmldlm.data.lengths import Lengths
+from mmldlm.data.loader import MicroBatches, iterate_items
 from mmldlm.data.run_data import RunData
 from mmldlm.engines.base import Engine
 
@@ -73,9 +74,23 @@ def num_samples(config: Config, available: int, global_batch: int, num_passes: i
     return min(available, max(affordable, _MIN_SAMPLES))
 
 
+class _WholeSplit(BatchPlan):
+    """All samples of an order as one global batch: their noise is then a function of the sample's
+    place among them, whatever the number of ranks and the size of the micro-batches.
+    """
+
+    def __init__(self, lengths: np.ndarray | Lengths, order: Order, micro: int, world_size: int):
+        self.accum = -(-order.count // (micro * world_size))
+        padded = self.accum * micro * world_size
+        super().__init__(lengths, padded, seed=0, shuffle=False, order=order)
+
+    def _size(self, ids: np.ndarray) -> int:
+        return len(ids)
+
+
 class Validation:
-    """The same samples, masks, timesteps and noise at every call, so that two calls differ only by
-    the weights.
+    """The same samples, masks, timesteps and noise at every call, on any number of ranks, so that
+    two calls differ only by the weights.
 
     Args:
         task: Task whose objective and sums are evaluated.
@@ -111,9 +126,8 @@ class Validation:
         self.num_available = len(data.validation_lengths)
         global_batch = training.train_batch_size * training.grad_accum_steps * engine.world_size
         self.num_samples = num_samples(config, self.num_available, global_batch, len(passes))
-        seed, size = training.seed + self.SEED_OFFSET, micro * engine.world_size
         self.plans = [
-            BatchPlan(data.validation_lengths, size, seed, shuffle=False, order=order)
+            _WholeSplit(data.validation_lengths, order, micro, engine.world_size)
             for order in data.validation_orders(self.num_samples)
         ]
         self.passes = [
@@ -121,14 +135,19 @@ class Validation:
                 name,
                 [
                     MicroBatches(
-                        data.validation, plan, collator, engine.rank, engine.world_size, accum=1
+                        data.validation,
+                        plan,
+                        collator,
+                        engine.rank,
+                        engine.world_size,
+                        plan.accum,
                     )
                     for plan in self.plans
                 ],
             )
             for name, collator in passes
         ]
-        self.num_batches = len(self.passes) * sum(plan.batches_per_epoch for plan in self.plans)
+        self.num_batches = len(self.passes) * sum(plan.accum for plan in self.plans)
         self.bad: list[dict] = []
 
     @torch.no_grad()
@@ -159,23 +178,19 @@ class Validation:
             sums = torch.zeros(len(self.sums), dtype=torch.float64, device=self.engine.device)
             counts: dict[str, int] = {}
             num_tokens, bad_samples = 0, {}
-            for batches in chain.from_iterable(
-                iterate_steps(dataset, 0, dataset.plan.batches_per_epoch) for dataset in datasets
-            ):
-                if not goes_on(num_done):
-                    return None
-                num_done += 1
-                for batch in batches:
+            for dataset in datasets:
+                for batch in iterate_items(dataset, range(dataset.accum)):
+                    if not goes_on(num_done):
+                        return None
+                    num_done += 1
                     loss, metrics = self.objective(
                         self.engine.module, batch.to(self.engine.device)
                     )
                     sums += self.task.stack_sums(self.sums, loss, metrics)
                     # Tokens of valid samples; the counts are those of the plan.
                     num_tokens += batch.num_tokens
-                    counts = {
-                        key: counts.get(key, 0) + value for key, value in batch.counts.items()
-                    }
                     bad_samples.update({sample["id"]: sample for sample in batch.bad})
+                counts = {key: counts.get(key, 0) + value for key, value in batch.counts.items()}
             bad.update(bad_samples)
             local = self.engine.to_device([num_tokens, len(bad_samples)])
             *values, all_tokens, num_found = self.engine.sum_on_host(torch.cat([sums, local]))

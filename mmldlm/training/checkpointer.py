@@ -203,7 +203,7 @@ class Checkpointer:
             catch=(MmldlmError, OSError),
         )
         if self.is_main and dropped:
-            self._update_best([path for _, path in locate.list_checkpoints(self.run_dir)])
+            self._update_best()
         return [f"left behind: {path} (delete it when you no longer want it)" for path in dropped]
 
     def load(self, checkpoint: Path) -> None:
@@ -268,6 +268,7 @@ class Checkpointer:
         """Load weights, moments and average; return this rank's random generators."""
         with reader:
             load_engine_state(checkpoint, reader, self.engine, self.average, applied_steps)
+            reader.finish()
         return read_rng(checkpoint / f"rng_state_rank{self.engine.rank}.pt")
 
     # -- saving -----------------------------------------------------------------------------------
@@ -420,13 +421,16 @@ class Checkpointer:
         step, figures = self._evaluation
         return {EVALUATION: figures} if step == self.state.step else {}
 
-    def _update_best(self, candidates: Sequence[Path]) -> None:
+    def _update_best(self, candidates: Sequence[Path] | None = None) -> None:
+        """Point `last_best` to the best of its own checkpoint and candidates (None: all)."""
         figure = self.config.checkpoints.keep_best
         if figure is None:
             return
         try:
+            if candidates is None:
+                candidates = [path for _, path in locate.list_checkpoints(self.run_dir)]
             path = retention.update_best(self.run_dir, figure, candidates)
-        except OSError as error:  # on rank 0 only: the other ranks have continued
+        except (OSError, ValueError) as error:  # on rank 0 only: the other ranks have continued
             self.folder.warning(f"{LAST_BEST} could not be moved: {error}")
             return
         if path is not None:

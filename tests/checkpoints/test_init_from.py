@@ -81,12 +81,28 @@ def test_a_prefix_of_a_dcp_folder(tmp_path):
     assert set(load_file(tmp_path / "out" / "model.safetensors")) == set(truth.state_dict())
 
 
-@pytest.mark.parametrize("stored", [("0.weight", "1.weight"), ("0.weight",), ("1.weight",)])
-def test_tied_weights_are_found_by_each_of_their_names(tmp_path, stored):
+def tied_model() -> nn.Module:
     tied = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5, bias=False))
     tied[1].weight = tied[0].weight
-    truth = torch.rand(5, 3)
-    path = saved(tmp_path, {name: truth for name in stored}, ".safetensors")
+    return tied
+
+
+@pytest.mark.parametrize("name", ["0.weight", "1.weight"])
+def test_tied_weights_are_found_by_each_of_their_names(tmp_path, name):
+    tied, truth = tied_model(), torch.rand(5, 3)
+    path = saved(tmp_path, {name: truth}, ".safetensors")
     report = init_weights(tied, str(path))
     assert report.loaded == ["0.weight"] and not report.missing and not report.unexpected
+    assert tied[0].weight.equal(truth)
+
+
+def test_tied_weights_take_those_of_their_first_name(tmp_path):
+    """The second is the same tensor, or one that is not used."""
+    tied, truth = tied_model(), torch.rand(5, 3)
+    path = saved(tmp_path, {"1.weight": truth, "0.weight": truth}, ".pt")
+    report = init_weights(tied, str(path))
+    assert (report.loaded, report.unexpected) == (["0.weight"], []) and tied[0].weight.equal(truth)
+    path = saved(tmp_path, {"1.weight": truth + 1, "0.weight": truth}, ".safetensors")
+    report = init_weights(tied, str(path))
+    assert (report.loaded, report.unexpected) == (["0.weight"], ["1.weight"])
     assert tied[0].weight.equal(truth)

@@ -564,6 +564,21 @@ def test_dry_run_tells_the_files_and_reads_the_moments(zero_copy, tmp_path, caps
         command(folder, "--dry-run", "--to", "zero2")
 
 
+@pytest.mark.parametrize("target", ["zero2", "zero3"])
+def test_fp16_gets_the_loss_scaler_that_deepspeed_begins_with(zero_dir, tmp_path, target):
+    """Not the static one of scale 1 of a bf16 run, which DeepSpeed would prefer to its own."""
+    import torch
+    from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+    command(zero_dir / "z2_bf16", tmp_path / "out", "--to", target, "--dtype", "fp16")
+    paths = sorted((tmp_path / "out").rglob("*optim_states.pt"))
+    assert paths
+    for path in paths:
+        saved = torch.load(path, weights_only=False)["optimizer_state_dict"]
+        assert vars(saved["loss_scaler"]) == vars(DynamicLossScaler(2**16, 1000, 1, 2, False))
+        assert saved["dynamic_loss_scale"] is True
+
+
 @pytest.mark.parametrize(
     "words",
     [

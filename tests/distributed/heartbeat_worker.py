@@ -26,6 +26,7 @@ import torch  # noqa: E402
 
 from mmldlm.distributed.environment import prepare_environment  # noqa: E402
 from mmldlm.distributed.heartbeat import Heartbeat  # noqa: E402
+from mmldlm.distributed.process_group import WRITERS  # noqa: E402
 from mmldlm.errors import StabilityStop  # noqa: E402
 
 WORLD, TIMEOUT, FAULT_STEP = 3, 12.0, 3
@@ -60,8 +61,16 @@ def train(case: str, folder: Path) -> None:
 
     # The group's own limit is far away: what ends these jobs in time is the watch alone.
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=300))
+    # DeepSpeed's copy of the world, with torch's default limit, and a group with its own.
+    groups = [
+        torch.distributed.new_group(list(range(world))),
+        torch.distributed.new_group(timeout=timedelta(seconds=77), group_desc=WRITERS),
+    ]
     what, guilty = case.split("@")[:2]
     with Heartbeat(rank, world, TIMEOUT, logs=folder / "logs") as alive:
+        backends = [group._get_backend(torch.device("cpu")) for group in groups]
+        limits = [backend.options._timeout.total_seconds() for backend in backends]
+        (folder / f"limits_{rank}").write_text(json.dumps(limits))
         for step in range(8):
             alive.enter_phase(step, "data")
             if step == FAULT_STEP:

@@ -84,6 +84,13 @@ def test_an_end_that_all_ranks_agreed_on_keeps_its_exit_code(jobs):
     assert codes["agreed@0"] == [4, 4, 4] and said(folder, "agreed@0") == ""
 
 
+def test_groups_of_others_wait_as_long_as_the_job_says(jobs):
+    """DeepSpeed's and device meshes' have torch's default; that of writers keeps its own."""
+    folder, _ = jobs
+    limits = json.loads((folder / "agreed@0" / "limits_1").read_text())
+    assert limits == [12.0 + 7 * 86_400, 77.0]
+
+
 def test_a_rank_that_is_ended_leaves_its_stack(jobs):
     folder, _ = jobs
     assert "heartbeat_worker.py" in (folder / "sleep@1" / "logs" / "stack_rank1.txt").read_text()

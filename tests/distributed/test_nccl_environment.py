@@ -8,18 +8,11 @@ from mmldlm.distributed.environment import FLIGHT_RECORDER_FILE, prepare_environ
 
 
 def test_environment_is_bounded_by_the_timeout(monkeypatch, tmp_path):
-    for name in [
-        name
-        for name in os.environ
-        if "NCCL" in name or "TORCH_FR" in name or name == "DEEPSPEED_TIMEOUT"
-    ]:
+    for name in [name for name in os.environ if "NCCL" in name or "TORCH_FR" in name]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     assert prepare_environment(90.0, tmp_path / "logs") == []
-    assert (
-        os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "90"
-        and os.environ["DEEPSPEED_TIMEOUT"] == "2"
-    )
+    assert os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "90"
     assert (
         os.environ[FLIGHT_RECORDER_FILE[0]] == str(tmp_path / "logs" / "flight_rank_")
         and (tmp_path / "logs").is_dir()

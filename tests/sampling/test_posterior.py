@@ -80,7 +80,9 @@ def test_a_cluster_becomes_a_word_of_its_own_however_the_draws_are_shaped(option
             parameter.mul_(3)
     lengths = torch.full((7,), 9)
     for process in PROCESSES.values():
-        found = sample_by_posterior(model, latents, process, num_steps=9, lengths=lengths, **options)
+        found = sample_by_posterior(
+            model, latents, process, num_steps=9, lengths=lengths, **options
+        )
         assert all(0 <= token < VOCAB for text in found.tokens for token in text)
 
 

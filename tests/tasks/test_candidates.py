@@ -70,7 +70,7 @@ def test_frequent_tokens_come_first_and_mask_never():
     config = config_of(10)
     found, counts = (
         sampler(config),
-        np.bincount(np.concatenate(FakeStore().tokens), minlength=VOCAB),
+        np.bincount(np.concatenate(FakeStore().ids), minlength=VOCAB),
     )
     assert EOS in found.frequent and MASK not in found.frequent and MASK not in found.others
     assert counts[found.frequent[found.frequent != EOS]].min() >= counts[found.others].max()
@@ -79,6 +79,6 @@ def test_frequent_tokens_come_first_and_mask_never():
 
 def test_every_target_has_a_column():
     found = sampler(config_of(10))
-    targets = torch.from_numpy(np.concatenate(FakeStore().tokens))
+    targets = torch.from_numpy(np.concatenate(FakeStore().ids))
     tensors = found.tensors(targets, np.random.default_rng(0))
     assert torch.equal(tensors["text_candidates"][tensors["text_columns"]], targets)

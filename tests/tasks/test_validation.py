@@ -8,7 +8,8 @@ import pytest
 from mmldlm.data.batch_plan import BatchPlan, SpacedOrder
 from mmldlm.tasks import validation
 from mmldlm.tasks.registry import load_config
-from mmldlm.tasks.translation.task import passes_of
+from mmldlm.tasks.translation.data import open_data
+from mmldlm.tasks.translation.task import TranslationTask, passes_of
 
 
 def num_samples(config, available: int, global_batch: int) -> int:
@@ -59,3 +60,23 @@ def test_a_part_is_spread_over_the_whole_split_and_has_no_sample_twice():
     whole = BatchPlan(lengths, 8, 0, bucket_batches=4, shuffle=False)
     ids = np.concatenate([whole.batch(step).ids for step in range(whole.batches_per_epoch)])
     assert sorted(ids) == list(range(1000))
+
+
+def test_noise_is_that_of_the_sample_whatever_the_ranks_and_their_batches(store):
+    """A resume on other ranks compares with what was measured before."""
+    words = [f"data.latent_data_root={store}", "data.max_validation_samples=37"]
+    data, task = open_data(load_config("tiny", None, words)), TranslationTask()
+    found = []
+    for world_size, micro in ((1, 37), (1, 5), (2, 8), (3, 32)):
+        timesteps = {}
+        for rank in range(world_size):
+            (order,) = data.validation_orders(37)
+            plan = validation._WholeSplit(data.validation_lengths, order, micro, world_size)
+            batches = validation.MicroBatches(
+                data.validation, plan, task.collator(data, 3), rank, world_size, plan.accum
+            )
+            for batch in validation.iterate_items(batches, range(plan.accum)):
+                real = batch.real.nonzero()[0].tolist()
+                timesteps |= {int(batch.ids[i]): float(batch.text_timesteps[i]) for i in real}
+        found.append(timesteps)
+    assert len(found[0]) == 37 and all(timesteps == found[0] for timesteps in found)

@@ -11,6 +11,7 @@ torch require are written by name; no class is imported.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -72,6 +73,8 @@ class PickleWriter:
         self.out = bytearray(b"\x80\x02")
         self.tensors: list[TensorSpec] = []
         self._keys: dict[TensorSpec, int] = {}
+        # Place of each class and string in the memo: a description of many tensors repeats them.
+        self._memo: dict[GlobalRef | str, int] = {}
 
     def finish(self) -> bytes:
         """Return the pickle."""
@@ -93,7 +96,7 @@ class PickleWriter:
         elif isinstance(value, float):
             self.out += b"G" + struct.pack(">d", value)
         elif isinstance(value, str):
-            self.out += b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+            self._once(value, b"X" + struct.pack("<I", len(value.encode())) + value.encode())
         elif isinstance(value, dict):
             self.out += b"}("
             for key, item in value.items():
@@ -121,7 +124,15 @@ class PickleWriter:
         self.out += after
 
     def _global(self, value: GlobalRef) -> None:
-        self.out += f"c{value.module}\n{value.name}\n".encode()
+        self._once(value, f"c{value.module}\n{value.name}\n".encode())
+
+    def _once(self, value: GlobalRef | str, data: bytes) -> None:
+        """Append the data of a value, or a reference to it if it was appended before."""
+        if value in self._memo:
+            self.out += b"j" + struct.pack("<I", self._memo[value])
+        else:
+            self._memo[value] = len(self._memo)
+            self.out += data + b"r" + struct.pack("<I", self._memo[value])
 
     def _object(self, value: ObjectSpec) -> None:
         self._global(value.type)
@@ -287,9 +298,8 @@ class TorchFileWriter(TensorFileWriter):
             sum(layout.tensor_bytes for layout in layouts),
         )
         self._layouts, self._padding = layouts, padding
-        self.bases = [
-            sum(layout.size for layout in layouts[:index]) for index in range(len(layouts))
-        ]
+        ends = itertools.accumulate((layout.size for layout in layouts), initial=0)
+        self.bases = list(ends)[:-1]
         self._record_of = {
             tensor: (record, base)
             for layout, base in zip(layouts, self.bases)

@@ -38,7 +38,7 @@ from mmldlm.checkpoints.files.torch_writer import (
 from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest, WriteSegment
 from mmldlm.checkpoints.formats.deepspeed_files import LATEST_UNIVERSAL, param_shapes, slice_sizes
 from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
-from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata, plain_scaling
+from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata, plain_scaling, scaling_of
 from mmldlm.checkpoints.formats.universal_folder import OPTIMIZER_STATE, folders_of_parameters
 from mmldlm.checkpoints.formats.weight_source import WeightSource
 from mmldlm.checkpoints.manifest import SUB_GROUP_SIZE, UNIVERSAL_TAG, ZERO_TAG
@@ -208,7 +208,7 @@ class ZeroWriter:
     def _optimizer_state(
         self, flats: list[_Flat], optimizer: dict[str, Any], masters: list[TensorSpec]
     ) -> dict[str, Any]:
-        common = {"zero_stage": self.stage, **self.metadata.optimizer}
+        common = {"zero_stage": self.stage, **scaling_of(self.metadata)}
         if self.stage == 3:
             return {
                 **common,

@@ -247,6 +247,34 @@ def loss_scaler(value: Any) -> ObjectSpec:
     )
 
 
+def scaling_of(metadata: OptimizerMetadata) -> dict[str, Any]:
+    """Return OptimizerMetadata.optimizer for a ZeRO file.
+
+    A checkpoint that another engine or dtype saved has no loss scaler. DeepSpeed would put the
+    static one of scale 1 in place of its own, and gradients in fp16 would underflow: there it
+    gets the dynamic one at DeepSpeed's defaults.
+    """
+    scaler = metadata.optimizer["loss_scaler"]
+    if metadata.compute_dtype != "float16" or scaler != loss_scaler(None):
+        return metadata.optimizer
+    state = {
+        "cur_scale": 2.0**16,
+        "cur_iter": 0,
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": 1000,
+        "min_scale": 1,
+        "delayed_shift": 2,
+        "cur_hysteresis": 2,
+        "consecutive_hysteresis": False,
+        "raise_error_at_min_scale": True,
+        "dynamic": True,
+        "dtype": GlobalRef("torch", "float16"),
+    }
+    dynamic = ObjectSpec(GlobalRef(_SCALER_MODULE, "DynamicLossScaler"), state=state)
+    return {**metadata.optimizer, "loss_scaler": dynamic, "dynamic_loss_scale": True}
+
+
 # -- the run around a checkpoint ------------------------------------------------------------------
 
 

@@ -96,7 +96,8 @@ def expand_braces(pattern: str) -> list[str]:
         return [pattern]
     first, dots, last = match[1].partition("..")
     if dots and first.isdigit() and last.isdigit():
-        width = max(len(first), len(last)) if first.startswith("0") or last.startswith("0") else 0
+        is_padded = any(len(end) > 1 and end.startswith("0") for end in (first, last))
+        width = max(len(first), len(last)) if is_padded else 0
         choices = [f"{index:0{width}}" for index in range(int(first), int(last) + 1)]
     elif "," in match[1]:
         choices = match[1].split(",")

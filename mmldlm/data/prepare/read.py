@@ -199,10 +199,10 @@ class ImageShards:
         """Yield (rows, images uint8 [n, S, S, C], or latents float16 [n, N, D]) of ascending rows,
         shard by shard.
         """
+        first_rows = np.arange(len(self._paths) + 1) * IMAGES_PER_SHARD
+        ends = np.searchsorted(rows, first_rows)
         for shard, path in enumerate(self._paths):
-            in_shard = rows[
-                (rows >= shard * IMAGES_PER_SHARD) & (rows < (shard + 1) * IMAGES_PER_SHARD)
-            ]
+            in_shard = rows[ends[shard] : ends[shard + 1]]
             if len(in_shard):
                 file = read_npz(path, "values", "places")
                 yield (

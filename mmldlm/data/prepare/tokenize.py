@@ -228,9 +228,7 @@ def _cut_sentence(tokenizer, sentence: str, max_tokens: int) -> list[str]:
     return parts
 
 
-def _first_offsets(
-    tokenizer, sentence: str, start: int, max_tokens: int
-) -> list[tuple[int, int]]:
+def _first_offsets(tokenizer, sentence: str, start: int, max_tokens: int) -> list[tuple[int, int]]:
     """Return the offsets of the tokens behind a position: of all of them, or of well over
     max_tokens. To tokenize the whole rest for each part would be quadratic in its length.
     """
@@ -247,9 +245,7 @@ def _first_offsets(
         size *= 2
 
 
-def _length_that_fits(
-    tokenizer, sentence: str, start: int, offsets: list[tuple[int, int]]
-) -> int:
+def _length_that_fits(tokenizer, sentence: str, start: int, offsets: list[tuple[int, int]]) -> int:
     """Return how many characters behind a position have at most as many tokens as offsets are
     given: up to the last white space, if there is one.
     """

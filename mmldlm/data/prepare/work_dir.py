@@ -212,7 +212,12 @@ def existing_output(root: Path, plan: dict[str, Any]) -> str | None:
                 " the encoder were not compared, as an earlier version of mmldlm made it (--force"
                 " prepares it again)"
             )
-    except (UserError, AttributeError, TypeError, KeyError):  # not a manifest, or not of such entries
+    except (
+        UserError,
+        AttributeError,
+        TypeError,
+        KeyError,
+    ):  # not a manifest, or not of such entries
         pass
     return None
 
@@ -296,7 +301,8 @@ def _files_beside(root: Path) -> list[str]:
     """Return the files and folders in a store's folder that its manifest does not list."""
     try:
         manifest = read_json(root / MANIFEST, "")
-        listed = FILES_LAYOUT if manifest["format"] == FILES_FORMAT else manifest["files"]
+        is_files_layout = manifest.get("format") == FILES_FORMAT
+        listed = FILES_LAYOUT if is_files_layout else manifest["files"]
         known = {MANIFEST, QUARANTINE, *(name.split("/")[0] for name in listed)}
         return sorted(path.name for path in root.iterdir() if path.name not in known)
     except (UserError, OSError, KeyError, TypeError, AttributeError):

@@ -125,7 +125,7 @@ def _run_torchrun(context: Context, pool: AgentPool, script: list[str], limit: i
 
 def _run_launcher(context: Context, pool: AgentPool, script: list[str], limit: int) -> dict:
     """Run deepspeed, mpirun or srun on this machine."""
-    environment = {"DEEPSPEED_TIMEOUT": "2"}
+    environment = {}
     if context.has_gpus() is False:
         environment["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
     with tempfile.TemporaryDirectory(prefix="mmldlm_preflight_") as folder:

@@ -14,6 +14,7 @@ was.
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import time
 from dataclasses import asdict, dataclass
@@ -39,7 +40,7 @@ from mmldlm.data.prepare.work_dir import (
     versions,
 )
 from mmldlm.data.run_data import check_store_kind
-from mmldlm.data.store import TOKENIZER_FOLDER, Store, latent_shape, load_tokenizer
+from mmldlm.data.store import SPLITS, TOKENIZER_FOLDER, Store, latent_shape, load_tokenizer
 from mmldlm.data.writers import LatentStatistics, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.inference.judges import LENGTHS, EncoderJudge, write_candidate
@@ -116,11 +117,12 @@ class _Hypotheses:
         self.root, device = output_root(options.output_dir), options.device
         if device is None and torch.cuda.is_available():
             device = f"cuda:{queue.local_rank % torch.cuda.device_count()}"
-        self.stores = {
-            "train": Store(options.data, "train"),
-            "validation": Store(options.data, "validation"),
-        }
         self.pretrained = load_pretrained(options.checkpoint, usable_device(device))
+        # Longer texts are cut, as data.long_texts=truncate cuts them.
+        max_tokens = self.pretrained.model.config.max_seq_len - 1
+        self.stores = {
+            split: Store(options.data, split, max_tokens=max_tokens) for split in SPLITS
+        }
         _check_model(self.pretrained, self.stores["train"])
         self.counts = {name: len(store) for name, store in self.stores.items()}
         if options.num_samples is not None:
@@ -130,7 +132,14 @@ class _Hypotheses:
         """Write all shards with the other ranks; rank 0 then makes one folder of them."""
         started, options = time.perf_counter(), self.options
         work = WorkDir(self.root, self.queue)
-        self.queue.rank_0_first("begin", lambda: self._begin(work))
+        weights = weights_sha256(self.pretrained.model)
+        self.queue.rank_0_first("begin", lambda: self._begin(work, weights))
+        if work.read_plan()["options"]["weights"] != weights:
+            raise UserError(
+                "one model on all ranks",
+                f"other weights on rank {self.queue.rank} in {options.checkpoint}",
+                "name a checkpoint that no running training replaces",
+            )
         judge = EncoderJudge(self.pretrained)
         paths = {}
         total = sum(self.counts.values())
@@ -173,7 +182,7 @@ class _Hypotheses:
         self.queue.rank_0_first("write", publish)
         return self.root
 
-    def _begin(self, work: WorkDir) -> None:
+    def _begin(self, work: WorkDir, weights: str) -> None:
         check_output_free(self.root, self.options.force)
         identity = {
             key: value
@@ -181,7 +190,7 @@ class _Hypotheses:
             if key not in ("device", "force")
         }
         plan = {
-            "options": identity | {"version": HYPOTHESES_VERSION},
+            "options": identity | {"version": HYPOTHESES_VERSION, "weights": weights},
             "corpus": {"of": [str(sample_checksums(self.stores["train"].manifest))]},
         }
         if work.open(plan | {"shards": [SHARD]}, self.options.force):
@@ -361,6 +370,14 @@ def _check_model(pretrained: Pretrained, store: Store) -> None:
             encoders[1] or "an unknown encoder",
             "name the store that the model was trained on",
         )
+
+
+def weights_sha256(model: torch.nn.Module) -> str:
+    """SHA-256 of a model's weights: a run's folder may have others later."""
+    digest = hashlib.sha256()
+    for weight in model.state_dict().values():
+        digest.update(weight.cpu().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def lay_beside(text: list[int], own: list[int], pad: int) -> list[int]:

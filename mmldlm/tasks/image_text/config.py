@@ -61,10 +61,6 @@ class ImageModelConfig(ModelConfig):
     """
 
 
-class ImageTextDataConfig(ImageDataConfig):
-    """Stores of images, and their augmentation."""
-
-
 class ImageTrainingConfig(TranslationTrainingConfig):
     """Modes, and the common training keys."""
 
@@ -83,7 +79,7 @@ class ImageTextConfig(TranslationConfig):
     """One run of the image_text task."""
 
     model: ImageModelConfig = Field(default_factory=ImageModelConfig)
-    data: ImageTextDataConfig = Field(default_factory=ImageTextDataConfig)
+    data: ImageDataConfig = Field(default_factory=ImageDataConfig)
     training: ImageTrainingConfig = Field(default_factory=ImageTrainingConfig)
 
     @model_validator(mode="after")

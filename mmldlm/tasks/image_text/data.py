@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -55,19 +57,16 @@ class ImageTextData(TranslationData):
         """What `describe` calls the latents of an image."""
         return f"latents of {self.codec.latent_dim}"
 
-    def variants(self, latents: np.ndarray) -> list[np.ndarray]:
-        """Return latents [B, N, D] under every shift of data.shift_pixels; no shift: as
-        they are.
+    def variants(self, latents: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield latents [B, N, D] under every shift of data.shift_pixels; no shift: as they
+        are.
         """
         if not (most := self.config.data.shift_pixels):
-            return [latents]
-        steps, count = range(-most, most + 1), len(latents)
+            yield latents
+            return
         codec = self.codecs[math.prod(latents.shape[1:-1])]
-        return [
-            shift_latents(codec, latents, np.tile((down, right), (count, 1)))
-            for down in steps
-            for right in steps
-        ]
+        for shift in itertools.product(range(-most, most + 1), repeat=2):
+            yield shift_latents(codec, latents, np.tile(shift, (len(latents), 1)))
 
     def files_to_keep(self) -> dict[str, Path]:
         """The tokenizer's files, and those that turn latents into pixels."""

@@ -341,6 +341,12 @@ class TranslationTrainingConfig(TrainingConfig):
         total = sum(weights.values())
         return {mode: weights.get(mode, 0.0) / total for mode in PURE_MODES}
 
+    @property
+    def trained_mode(self) -> Mode:
+        """The only mode that is trained, by loss_type or its weights; else mixed."""
+        trained = [mode for mode in PURE_MODES if self.mode_weights()[mode] > 0]
+        return trained[0] if len(trained) == 1 else "mixed"
+
 
 class TranslationConfig(Config):
     """One run of the translation task."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,9 +21,9 @@ class TranslationData(LatentData):
 
     config: TranslationConfig
 
-    def variants(self, latents: np.ndarray) -> list[np.ndarray]:
-        """Return what augmentation may make of stored latents [B, ...], each like the argument."""
-        return [latents]
+    def variants(self, latents: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield what augmentation may make of stored latents [B, ...], each like the argument."""
+        yield latents
 
 
 def open_data(config: TranslationConfig) -> TranslationData:

@@ -175,11 +175,11 @@ class TranslationTask(MaskedTextTask):
     def describe(self, config: TranslationConfig) -> str:
         shift = config.latent_diffusion.timestep_shift
         shifted = "" if shift == 1 else f", timestep shift {shift:g}"
-        return f"mode {config.training.loss_type}, freeze={config.training.freeze}{shifted}"
+        return f"mode {config.training.trained_mode}, freeze={config.training.freeze}{shifted}"
 
     def warnings(self, config: TranslationConfig) -> list[str]:
         training = config.training
-        frozen = random_projection(training.loss_type, training.freeze, training.init_from)
+        frozen = random_projection(training.trained_mode, training.freeze, training.init_from)
         return [] if frozen is None else [frozen]
 
     # -- model, batches and loss ------------------------------------------------------------------
@@ -351,7 +351,7 @@ class TranslationTask(MaskedTextTask):
         the other stream; the rest of it changes nothing. A learned null waits for a sample whose
         condition was dropped.
         """
-        stream = {"l2t": "latent", "t2l": "text"}.get(config.training.loss_type)
+        stream = {"l2t": "latent", "t2l": "text"}.get(config.training.trained_mode)
         last = f"blocks.{len(model.blocks) - 1}"
         unread = (
             [f"{last}.{layer}.weight[{stream}]" for layer in ("to_out", "mlp_in", "mlp_out")]
@@ -374,7 +374,7 @@ class TranslationTask(MaskedTextTask):
                 data.train.get(batch.ids),
                 not_none(data.config.model.eos_token_id),
                 batch.latent_clean,
-                lambda rows: [_in_model_space(variant, data) for variant in data.variants(rows)],
+                lambda rows: (_in_model_space(variant, data) for variant in data.variants(rows)),
             ),
         ]
 

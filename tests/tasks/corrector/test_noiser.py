@@ -25,7 +25,7 @@ class FakeHypotheses(SplitHypotheses):
     def __init__(self, samples):
         rows = np.array([row for row in range(len(samples.lengths)) if row % 3])
         self.store = FakeStore()
-        self.store.tokens = [samples.tokens[row][::-1] for row in rows]
+        self.store.ids = [samples.ids[row][::-1] for row in rows]
         self.store.latents = -samples.latents[rows]
         self.row_of = np.full(len(samples.lengths), -1)
         self.row_of[rows] = np.arange(len(rows))
@@ -59,12 +59,12 @@ def test_which_samples_read_one_and_what_they_read():
     seen = by_sample(found[i] for i in range(16))
     given = [sample for sample, values in seen.items() if values[0]]
     for sample, (is_given, tokens, latent, mode, is_null) in seen.items():
-        length = len(rows.tokens[sample]) + 1
+        length = len(rows.ids[sample]) + 1
         if not is_given:
             assert tokens == [PAD] * length and not any(latent)
             continue
         assert sample % 3 and mode == L2T and not is_null
-        assert tokens == [*rows.tokens[sample][::-1].tolist(), EOS][:length]
+        assert tokens == [*rows.ids[sample][::-1].tolist(), EOS][:length]
         np.testing.assert_allclose(
             latent, (-rows.latents[sample] - MEAN) / STD, rtol=1e-5, atol=1e-6
         )
@@ -104,7 +104,7 @@ def test_a_damaged_hypothesis_is_left_out_and_named():
     ]
     bad, unknown = given[:2]
     hypotheses.store.latents[hypotheses.row_of[bad], 1] = np.nan
-    hypotheses.store.tokens[hypotheses.row_of[unknown]] = np.array([4, -1])
+    hypotheses.store.ids[hypotheses.row_of[unknown]] = np.array([4, -1])
     again = [found[i] for i in range(9)]
     seen = by_sample(again)
     assert (
@@ -118,7 +118,7 @@ def test_a_damaged_hypothesis_is_left_out_and_named():
 def test_a_split_without_hypotheses_gives_none():
     rows, found = batches(share=1.0)
     hypotheses = found.collator.hypotheses
-    hypotheses.store.tokens, hypotheses.store.latents = [], hypotheses.store.latents[:0]
+    hypotheses.store.ids, hypotheses.store.latents = [], hypotheses.store.latents[:0]
     hypotheses.row_of[:] = -1
     batch = found[0]
     assert not batch.hypotheses.given.any() and not batch.hypotheses.latents.any()

@@ -21,12 +21,15 @@ class FakeStore:
 
     def __init__(self):
         rng = np.random.default_rng(0)
-        self.tokens = [rng.integers(4, 50, rng.integers(1, 20)) for _ in range(SIZE)]
+        self.ids = [rng.integers(4, 50, rng.integers(1, 20)) for _ in range(SIZE)]
         self.latents = rng.standard_normal((SIZE, DIM)).astype(np.float32)
-        self.lengths = np.array([len(t) + 1 for t in self.tokens], dtype=np.int32)
+        self.lengths = np.array([len(t) + 1 for t in self.ids], dtype=np.int32)
 
     def get(self, indices):
-        return Rows([self.tokens[i] for i in indices], self.latents[indices])
+        return Rows(self.tokens(indices), self.latents[indices])
+
+    def tokens(self, indices):
+        return [self.ids[i] for i in indices]
 
 
 def with_token_ids(config):
