@@ -347,7 +347,7 @@ def _check(
             if value != "auto" and not _changes_nothing(value, rule.value):
                 found = f"{prefix}{key}={value} in {file}"
                 raise UserError(f"{prefix}{key}={rule.value}, or nothing", found, rule.advice)
-        elif not _has_type(value, rule, optional=prefix != "" and rule == SECTION):
+        elif not _has_type(value, rule, is_top=prefix == ""):
             raise _invalid_key_error(f"{prefix}{key}", rule, value, file)
 
 
@@ -359,12 +359,15 @@ def _changes_nothing(value: Any, only: Any) -> bool:
     return value == only and isinstance(value, bool) == isinstance(only, bool)
 
 
-def _has_type(value: Any, kind: str, optional: bool) -> bool:
+def _has_type(value: Any, kind: str, is_top: bool) -> bool:
     if kind == SECTION:
         # An offload section may be null.
-        return isinstance(value, dict) or (optional and value is None)
+        return isinstance(value, dict) or (not is_top and value is None)
     if value == "auto":
         return True
+    if value is None:
+        # A size of a section may not be null; at the top that leaves it out.
+        return is_top or kind in (SWITCH, TEXT)
     if kind == SWITCH:
         return isinstance(value, bool)
     if kind == TEXT:

@@ -21,6 +21,7 @@ from mmldlm.engines.base import Engine
 from mmldlm.errors import (
     EXIT_DONE,
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
     Interrupted,
     MmldlmError,
     StabilityStop,
@@ -471,7 +472,8 @@ class RunLogger:
         """
         if not self.folder.is_open:
             return
-        if self.config.logging.plot and stop():
+        is_stopped = exit_code == EXIT_INTERRUPTED or stop()  # by a signal to any rank, or here
+        if self.config.logging.plot and is_stopped:
             self.folder.message(f"plot     none of a stopped run: mmldlm plot {self.folder.path}")
         elif self.config.logging.plot:
             # The run is finished and saved, and `mmldlm plot` can draw later.

@@ -12,6 +12,7 @@ from torch import nn
 
 from mmldlm.checkpoints.convert import convert
 from mmldlm.checkpoints.init_from import init_weights
+from mmldlm.engines.base import persistent_buffers
 
 
 def model() -> nn.Module:
@@ -106,3 +107,13 @@ def test_tied_weights_take_those_of_their_first_name(tmp_path):
     report = init_weights(tied, str(path))
     assert (report.loaded, report.unexpected) == (["0.weight"], ["1.weight"])
     assert tied[0].weight.equal(truth)
+
+
+def test_a_module_under_two_names_is_saved_under_both():
+    """A buffer of it too: a checkpoint without one of them could not be read."""
+    shared = nn.BatchNorm1d(3)
+    found = nn.ModuleDict({"a": shared, "b": shared})
+    names = {f"{module}.{name}" for module in "ab" for name, _ in shared.named_buffers()}
+    assert set(persistent_buffers(found)) == names
+    names |= {name for name, _ in found.named_parameters(remove_duplicate=False)}
+    assert names == set(found.state_dict())

@@ -43,3 +43,17 @@ def test_a_file_without_size_or_checksum_is_damage(tmp_path, key, value):
     path.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(ValueError, match="is damaged: a without bytes, crc32, tail_crc32"):
         manifest.read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name, is_state",
+    [("config.yaml", False), ("pca_basis.npy", False), ("codebook.npy", False), ("a.pt", True)],
+)
+def test_a_damaged_file_without_training_state_costs_no_checkpoint(tmp_path, name, is_state):
+    (tmp_path / name).write_bytes(b"x")
+    files = {name: manifest.describe_file(tmp_path / name)}
+    content = {"format": manifest.FORMAT, "version": manifest.VERSION, "files": files}
+    (tmp_path / manifest.MANIFEST).write_text(json.dumps(content), encoding="utf-8")
+    (tmp_path / name).write_bytes(b"y")
+    found = manifest.examine(tmp_path)
+    assert bool(found.damaged) is is_state and bool(found.descriptions) is not is_state

@@ -91,6 +91,16 @@ def test_later_sources_win(tmp_path):
     assert config.model.hidden_size == 64
 
 
+def test_a_section_whose_keys_are_commented_out_is_left_out(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("logging:\n  run_name: a\n  wandb:\n    # mode: offline\noptimizer:\n")
+    config = load_config("tiny", str(path), ["logging.wandb.mode=offline"])
+    assert (config.logging.run_name, config.logging.wandb.mode) == ("a", "offline")
+    assert (
+        load_config(None, str(path), []).logging.wandb == load_config(None, None, []).logging.wandb
+    )
+
+
 def test_learning_rates_without_a_dot_are_numbers():
     assert parse_override("optimizer.lr=1e-4", TranslationConfig) == {"optimizer": {"lr": 1e-4}}
     assert load_config("tiny", None, ["optimizer.lr=5e-5"]).optimizer.lr == 5e-5

@@ -43,6 +43,21 @@ def test_the_center_is_cut_out(tmp_path):
     assert (read_image(_save(tmp_path / "x.png", image), 8, 1) == 255).all()
 
 
+@pytest.mark.parametrize(
+    "name, mode, width", [("x.bmp", "RGB", 720), ("x.bmp", "L", 160), ("x.tif", "RGB", 720)]
+)
+def test_8_bits_are_8_bits_whatever_numbers_a_file_has(tmp_path, name, mode, width):
+    """Rows of 2160 bytes, or a place in the file, have a 16 in them, too."""
+    options = {"compression": "tiff_lzw"} if name == "x.tif" else {}
+    noise = np.random.default_rng(0).integers(0, 40, (32, width), dtype=np.uint8)
+    image = Image.fromarray(noise).convert(mode)
+    path = tmp_path / name
+    image.save(path, **options)
+    for white in (None, 4095):
+        found = read_image(path, 32, len(mode), white=white)
+        assert 0 < found.max() < 40
+
+
 def test_orientation_is_applied(tmp_path):
     image, exif = Image.new("L", (8, 8), 0), Image.Exif()
     image.paste(255, (0, 0, 8, 4))

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from mmldlm.commands import pack
 from mmldlm.data import pack as packing
@@ -63,6 +64,54 @@ def test_the_files_layout_is_mm_ldlms_and_packs_to_the_same_store(files, made_st
         and manifest["latent_stats"] == known["latent_stats"]
     )
     assert manifest["corpus"]["read"] == manifest["corpus"]["kept"] == 48
+
+
+def test_a_folder_of_prepare_keeps_its_tokenizer_and_encoder(corpus_file, tmp_path):
+    options = {"tokenizer": "train", "vocab_size": 300, "validation_samples": 10}
+    folder, corpus = str(tmp_path / "files"), str(corpus_file)
+    prepare(PrepareOptions(folder, corpus, layout="files", **options))
+    store = prepare(PrepareOptions(str(tmp_path / "store"), corpus, **options))
+    root = packing.pack(PackOptions(folder, str(tmp_path / "s")))
+    assert _arrays(root) == _arrays(store)
+    assert Store(root).manifest["tokenizer"] == Store(store).manifest["tokenizer"]
+    with pytest.raises(UserError, match="encoder 'minilm'(.|\n)*--encoder e5"):
+        packing.pack(PackOptions(folder, str(tmp_path / "t"), encoder="e5"))
+
+
+@pytest.mark.parametrize(
+    "name, dim, entries",
+    [
+        ("e5", 1024, {"pooling": "mean", "prefix": "passage: ", "normalize": True}),
+        ("qwen", 256, {"pooling": "last", "cut_to": 256, "normalize": True}),
+    ],
+)
+def test_later_texts_are_embedded_as_the_named_encoder_embeds(
+    sentences, tmp_path, name, dim, entries
+):
+    """Of vectors that were normalized in bf16."""
+    for number, text in enumerate(sentences[:6]):
+        vector = torch.randn(dim, generator=torch.Generator().manual_seed(number)).bfloat16()
+        vector = torch.nn.functional.normalize(vector, dim=0).float().numpy()
+        _write(tmp_path / "files", f"t{number}", text, vector * np.float32(1.004))
+    options = {"validation_samples": 2, "encoder": name}
+    root = packing.pack(PackOptions(str(tmp_path / "files"), str(tmp_path / "s"), **options))
+    encoder = Store(root).manifest["encoder"]
+    assert encoder == {"name": name, "source": "imported", **entries}
+    with pytest.raises(UserError, match=f"384 components for --encoder minilm(.|\n)*{dim} in"):
+        options["encoder"] = "minilm"
+        packing.pack(PackOptions(str(tmp_path / "files"), str(tmp_path / "t"), **options))
+
+
+def test_a_list_without_texts_is_named(files, tmp_path):
+    shutil.copytree(files, tmp_path / "files")
+    path = tmp_path / "files" / "train_data.json"
+    records = [
+        {"latent_path": record["latent_path"], "text": None}
+        for record in json.loads(path.read_text())
+    ]
+    path.write_text(json.dumps(records))
+    with pytest.raises(UserError, match="latent_path and text or text_path in .*train_data.json"):
+        packing.pack(PackOptions(str(tmp_path / "files"), str(tmp_path / "s")))
 
 
 def test_files_are_distinguished_from_a_store(files, tmp_path):

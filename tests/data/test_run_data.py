@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
+from mmldlm.data import run_data
 from mmldlm.data.lengths import Lengths
 from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.mixture import MixedStore
@@ -131,6 +132,42 @@ def test_a_sample_of_latents_is_looked_at_when_a_run_opens(store_copy):
     np.save(store_copy / "train" / "latents.npy", latents)
     with pytest.raises(UserError, match="zero vectors in 1 row"):
         open_data(_config(f"data.latent_data_root={store_copy}"))
+
+
+def test_rows_of_many_values_are_looked_at_in_fewer(made_store, monkeypatch):
+    monkeypatch.setattr(run_data, "VALUES_CHECKED", 384 * 5)
+    seen, blocks = [], Store.latent_blocks
+
+    def counted(self, num_rows, *more):
+        seen.append(num_rows)
+        return blocks(self, num_rows, *more)
+
+    monkeypatch.setattr(Store, "latent_blocks", counted)
+    open_data(_config(f"data.latent_data_root={made_store}"))
+    assert seen == [5, 5]
+
+
+def test_every_file_of_the_tokenizer_is_kept(store_copy):
+    """Of several chat templates transformers makes a folder."""
+    (store_copy / "tokenizer" / "additional_chat_templates").mkdir()
+    (store_copy / "tokenizer" / "additional_chat_templates" / "tool.jinja").write_text("x")
+    kept = open_data(_config(f"data.latent_data_root={store_copy}")).files_to_keep()
+    assert kept["tokenizer/additional_chat_templates/tool.jinja"].read_text() == "x"
+    assert all(path.is_file() for path in kept.values())
+
+
+def test_tokens_are_read_without_latents(made_store, other_store, monkeypatch):
+    data = open_data(
+        _config(f"data.mixture={json.dumps({str(made_store): 0.75, str(other_store): 0.25})}")
+    )
+    rows = [40, 3, 38, 3]
+    expected = data.train.get(rows).tokens
+    for store in data.train.stores:
+        monkeypatch.setattr(store, "_latents", None)
+    found = data.train.tokens(rows)
+    assert [ids.tolist() for ids in found] == [ids.tolist() for ids in expected]
+    with pytest.raises(IndexError):
+        data.train.tokens([54])
 
 
 def test_offsets_that_fall_are_refused(store_copy):

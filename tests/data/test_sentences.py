@@ -114,3 +114,10 @@ def test_few_sentences_are_halved_between_and_then_in_words(text):
         and split_into_parts("", 2) is None
         and split_into_parts("", 1) == [""]
     )
+
+
+def test_rows_of_dots_and_of_abbreviations_are_quick():
+    """A quadratic rule would take hours for the megabytes of one text."""
+    assert split_sentences("." * 300_000) == ["." * 300_000]
+    text = "see fig. 3 and no. 4 " * 40_000
+    assert split_sentences(text) == [text.strip()]

@@ -83,6 +83,15 @@ def test_verify_finds_what_checksums_cannot(made_store, store_copy):
         assert words in problems
 
 
+def test_offsets_that_contradict_the_lengths_are_one_problem_of_several(store_copy, capsys):
+    lengths = np.load(store_copy / "train" / "lengths.npy")
+    lengths[4] += 1
+    np.save(store_copy / "train" / "lengths.npy", lengths)
+    assert main(["verify-data", str(store_copy)]) == 1
+    shown = capsys.readouterr().out
+    assert "lengths.npy" in shown and "validation" in shown
+
+
 def test_a_split_without_samples_is_reported(made_store, tmp_path, capsys):
     manifest = json.loads((made_store / MANIFEST).read_text())
     shutil.copytree(made_store, tmp_path / "store")

@@ -345,6 +345,16 @@ def test_an_overwritten_saved_tensor_is_an_in_place_fault(store):
     assert {row.id: row.status for row in found.findings.rows()}["overfit"] == NOT_RUN
 
 
+@pytest.mark.parametrize(
+    "size, accum, said",
+    [(1, 2, "of one sample"), (3, 1, "1 instead of 3"), (9, 2, "3 instead of 9")],
+)
+def test_any_batch_can_be_cut(store, size, accum, said):
+    words = [f"training.train_batch_size={size}", f"training.grad_accum_steps={accum}"]
+    rows = {row.id: row for row in examined(store, *words, overfit_steps=2).findings.rows()}
+    assert rows["micro_batches"].status == PASS and said in rows["micro_batches"].reason
+
+
 def test_gradients_that_are_not_clipped_are_seen(store):
     def unclipped(found):
         found.engine.clip = None

@@ -119,6 +119,8 @@ def merge(tmp_path, values, dtype="fp32", *words):
         ({"zero_optimization": {"stage": True}}, "0, 1, 2 or 3"),
         ({"zero_optimization": {"stage": 2, "overlap_comm": "yes"}}, "true or false"),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}, "an integer"),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": None}}, "an integer"),
+        ({"zero_optimization": {"stage": 3, "sub_group_size": None}}, "an integer"),
         ({"bf16": True}, "an object"),
         ({"data_types": "fp32"}, "an object"),
         ({"bfloat16": {"enabled": False}}, "rename it"),

@@ -34,7 +34,8 @@ def measured(need_minilm, sentences):
     """(ids -> estimates) for four sentences whose embeddings are the real encoder's."""
     texts, encoder = sentences[:4], Encoder("minilm", device="cpu")
     latents, order = encoder.encode(texts), np.array([1, 2, 3, 0])
-    model = SimpleNamespace(config=SimpleNamespace(num_latents=1, latent_dim=384))
+    config = SimpleNamespace(num_latents=1, latent_dim=384)
+    model = SimpleNamespace(config=config, parameters=lambda: iter(()))
     settings = TextDiffusionConfig(), LatentDiffusionConfig()
     pretrained = Pretrained(model, OneTokenEach(texts), *settings, encoder=encoder.identity())
     unseen = Sentences([[row] for row in range(4)], latents, texts, order)

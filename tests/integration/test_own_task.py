@@ -241,7 +241,11 @@ def test_the_memory_model_counts_the_parameters(text, monkeypatch):
     model = task.build_model(task.open_data(config))
     sizes = task.model_sizes(config, 40)
     assert sizes["trainable"] == sum(parameter.numel() for parameter in model.parameters())
-    assert task.training_flops(config, 2, 80, {}) == 6 * sizes["trainable"] * 80
+    flops = 6 * sizes["trainable"] * 80
+    assert task.training_flops(config, 2, 80, {}) == flops
+    monkeypatch.setattr(type(task), "build_model", None)  # not at every step
+    monkeypatch.setattr(type(task), "model_sizes", None)
+    assert task.training_flops(config, 4, 160, {}) == 2 * flops
 
 
 def test_mmldlm_train_finds_it_in_the_folder_it_is_started_in(text, tmp_path):

@@ -31,6 +31,7 @@ def ended(store, tmp_path_factory):
 def test_an_evaluation_is_left_at_the_next_batch_on_all_ranks(ended, name, steps):
     folder, codes, _ = ended
     assert codes[name] == 5 and codes[f"batches after the signal: {name}"] == 0
+    assert not codes[f"has drawn a plot: {name}"], "which takes long after many steps"
     evaluated = [record["step"] for record in read_log(folder, name, "eval_log.jsonl")]
     assert evaluated == [2, 4, 6], "the one that was left is made after the resume, and none twice"
     ends = [event for event in read_log(folder, name, "events.jsonl") if event["event"] == "end"]

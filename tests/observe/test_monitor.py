@@ -51,6 +51,16 @@ def test_stalled_after_a_while_but_not_when_finished():
     assert "STALLED" in problems(records(pace=60), later, stall_seconds=100)
 
 
+def test_a_run_whose_last_step_is_done_still_evaluates_and_saves():
+    """Only its event `end` says that this went well."""
+    start, end = event("start", 0, seconds=-300), event("end", 300, exit_code=0)
+    soon, late = NOW + timedelta(seconds=5), NOW + timedelta(seconds=5000)
+    assert not assess(records(), soon, total_steps=300, events=[start]).finished
+    assert "STALLED" in problems(records(), late, total_steps=300, events=[start])
+    assert assess(records(), late, total_steps=300, events=[start, end]).finished
+    assert problems(records(), late, total_steps=300, events=[start, end]) == ""
+
+
 def test_nonfinite_values_in_applied_steps_are_faults():
     assert "1 non-finite values of loss" in problems(
         records(loss=lambda step: math.nan if step == 299 else 2.0)

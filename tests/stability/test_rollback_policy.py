@@ -106,9 +106,10 @@ def test_a_corrupted_row_is_left_out_and_named(store, tmp_path, monkeypatch):
         return rows
 
     monkeypatch.setattr(Store, "get", corrupted)
-    more = ["data.max_train_samples=48", "training.num_train_steps=6"]
+    more = ["data.max_train_samples=48", "training.num_train_steps=12"]  # two epochs
     assert main(words(store, tmp_path, "run", *more)) == 0
     (bad,) = events(tmp_path, "run", "bad_sample")
+    assert sum(record["bad_samples"] for record in read_log(tmp_path, "run")) == 2
     assert bad["id"] == bad["row"] == bad_row and "1 non-finite" in bad["reason"]
     records = read_log(tmp_path, "run")
     assert not any(record["skipped"] for record in records) and all(

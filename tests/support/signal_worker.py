@@ -31,7 +31,7 @@ from mmldlm.training import checkpointer, loop  # noqa: E402
 
 RANK = int(os.environ["RANK"])
 BATCHES = 4 * 8 // 2  # of an evaluation, on one rank: four passes over 8 samples, one in a batch
-codes: dict[str, int] = {}
+codes: dict[str, int | bool] = {}
 
 
 def run(name: str, *words: str) -> None:
@@ -102,7 +102,8 @@ def main() -> None:
     for name, step, ranks in (("middle", 4, (1,)), ("last", 6, (0, 1))):
         calls, planted = in_evaluation(step, ranks)
         with planted:
-            run(name)
+            run(name, "logging.plot=true")
+        codes[f"has drawn a plot: {name}"] = Path(sys.argv[2], name, "plots").exists()
         codes[f"batches after the signal: {name}"] = calls["forward"] - calls.get("at", -1000)
         # What it saves in the background must be committed where no step follows.
         run(name, "training.resume=auto", "checkpoints.async_save=true")

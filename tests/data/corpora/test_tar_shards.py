@@ -198,5 +198,6 @@ def test_braces_are_what_bash_makes_of_them():
         f"a{n}b{c}" for n in ("08", "09", "10", "11") for c in "xy"
     ]
     assert expand_braces("a{0..2}") == ["a0", "a1", "a2"] and expand_braces("a*") == ["a*"]
+    assert expand_braces("{9..11}{0..10}")[:3] == ["90", "91", "92"]
     with pytest.raises(UserError, match="a range as"):
         expand_braces("a{b}")

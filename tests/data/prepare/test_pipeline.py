@@ -237,6 +237,32 @@ class TestWithTheEncoder:
             np.testing.assert_allclose(store.get(range(len(store))).latents, expected, atol=2e-6)
         assert verify.verify(root) == []
 
+    def test_more_may_be_set_aside_without_doing_the_work_again(
+        self, corpus_file, sentences, tmp_path, monkeypatch
+    ):
+        encode, encoded = encoder.Encoder.encode, []
+
+        def broken(self, texts, progress=None, is_cut=None):
+            encoded.extend(texts)
+            if sentences[5] in texts:
+                raise RuntimeError("cannot encode this")
+            return encode(self, texts, progress, is_cut)
+
+        monkeypatch.setattr(encoder.Encoder, "encode", broken)
+        words = {"validation_samples": 10, "retries": 0}
+        options = PrepareOptions(str(tmp_path / "s"), str(corpus_file), **words)
+        with pytest.raises(UserError, match="--max-quarantined"):
+            pipeline.prepare(options)
+        encoded.clear()
+        root = pipeline.prepare(replace(options, max_quarantined=0.05))
+        assert encoded == [] and Store(root).manifest["corpus"]["dropped"] == {"quarantined": 1}
+        # A store that an earlier version made, which recorded the option.
+        manifest = json.loads((root / "manifest.json").read_text())
+        manifest["options"]["max_quarantined"] = 0.05
+        (root / "manifest.json").write_text(json.dumps(manifest))
+        pipeline.prepare(options)
+        assert encoded == []
+
     def test_an_encoder_that_always_fails_ends_it_and_keeps_the_work(
         self, corpus_file, tmp_path, monkeypatch
     ):

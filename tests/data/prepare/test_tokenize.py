@@ -97,3 +97,24 @@ def test_a_character_of_too_many_tokens_ends_the_cutting(byte_level):
     assert [text for ids, text in pieces if ids] == ["ab", "cd"]
     assert [text for ids, text in pieces if not ids] == ["\U0001f600"]
     assert truncate(byte_level, "\U0001f600", 3) == ([], "")
+
+
+def test_a_sentence_of_any_length_is_tokenized_about_once(tokenizer, monkeypatch):
+    """Not its whole rest for each piece: a list or code of a megabyte would take half an hour."""
+    seen, call = [], type(tokenizer).__call__
+
+    def counted(self, text, **options):
+        seen.append(sum(map(len, [text] if isinstance(text, str) else text)))
+        return call(self, text, **options)
+
+    monkeypatch.setattr(type(tokenizer), "__call__", counted)
+    for text in (" ".join(["several words"] * 4000), "word," * 10_000):
+        seen.clear()
+        pieces = chunk(tokenizer, text, 62)
+        assert _squeezed("".join(text for _, text in pieces)) == _squeezed(text)
+        assert sum(seen) < 40 * len(text)
+
+
+def test_a_word_of_any_length_is_one_token_of_a_wordpiece_vocabulary(tokenizer):
+    pieces = chunk(tokenizer, "one " * 70 + "x" * 50_000 + " two" * 70, 62)
+    assert [len(ids) for ids, _ in pieces] == [62, 62, 17]

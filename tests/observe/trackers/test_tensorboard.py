@@ -61,6 +61,22 @@ def test_steps_that_a_resumed_run_repeats_are_there_once(tmp_path, writer):
     assert losses == [(1, 0.0), (2, 0.0), (3, 2.0), (4, 2.0), (5, 2.0)]
 
 
+def test_the_evaluation_of_the_step_that_a_run_resumes_from_is_no_rollback(tmp_path, writer):
+    first = TensorBoardTracker(TrackedRun(tmp_path, 0, False, Config()))
+    for step in (1, 2, 3, 4):
+        first.log(step, {"loss": 1.0})
+    first.finish(0)
+    resumed = TensorBoardTracker(TrackedRun(tmp_path, 3, True, Config()))
+    resumed.log(3, {"eval/loss": 2.0})  # left over from the interruption
+    resumed.log(4, {"loss": 2.0})
+    resumed.finish(0)
+    events = read(tmp_path / "tensorboard")
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [
+        (1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0),
+    ]  # fmt: skip
+    assert [(e.step, e.value) for e in events.Scalars("eval/loss")] == [(3, 2.0)]
+
+
 def test_steps_that_a_rollback_repeats_are_there_once(tmp_path, writer):
     tracker = TensorBoardTracker(TrackedRun(tmp_path, 0, False, Config()))
     for loss, steps in ((9.0, (1, 2, 3, 4, 5)), (1.0, (3, 4, 5, 6))):

@@ -7,9 +7,10 @@ import shutil
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from mmldlm.cli import main
-from mmldlm.data.store import Store
+from mmldlm.data.store import SPLITS, Store
 from mmldlm.errors import UserError
 from mmldlm.tasks.corrector import write_hypotheses as module
 from mmldlm.tasks.corrector.data import open_data
@@ -147,6 +148,40 @@ def test_a_model_that_gets_no_training_text_wrong_is_named(
         np.arange(3), np.ones(3, bool), (3, 9), 0, 1, 600, lambda latents: latents
     )
     assert not any(values.any() for values in arrays)
+
+
+def test_a_run_goes_on_with_the_model_that_it_began_with_alone(
+    model, store, tmp_path, monkeypatch
+):
+    """RUN/latest has other weights after the next save."""
+
+    def stopped(self, split, first, *rest):
+        raise KeyboardInterrupt
+
+    shutil.copytree(model, tmp_path / "model")
+    with monkeypatch.context() as patch:
+        patch.setattr(module._Hypotheses, "_shard", stopped)
+        options = module.HypothesisOptions(
+            str(tmp_path / "model"), str(store), str(tmp_path / "out"), 16, 2
+        )
+        with pytest.raises(KeyboardInterrupt):
+            module.write_hypotheses(options)
+    path = tmp_path / "model" / "model.safetensors"
+    save_file({name: value + 0.1 for name, value in load_file(path).items()}, path)
+    with pytest.raises(UserError, match="weights was(.|\n)*--force"):
+        module.write_hypotheses(options)
+
+
+def test_longer_texts_are_cut_as_training_cuts_them(store, tmp_path):
+    task, folder = TranslationTask(), tmp_path / "model"
+    words = [f"data.latent_data_root={store}", "model.max_seq_len=9", "data.long_texts=truncate"]
+    data = task.open_data(load_config("tiny", None, words))
+    assert Store(store).lengths.max() > 8
+    task.build_model(data).save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(task.model_config(data)))
+    shutil.copytree(store / "tokenizer", folder / "tokenizer")
+    assert run(folder, store, tmp_path / "out") == 0
+    assert max(Store(tmp_path / "out", split).lengths.max() for split in SPLITS) == 8
 
 
 def test_two_ranks_write_what_one_writes(model, store, tmp_path):

@@ -7,7 +7,7 @@ from mmldlm.data.store import Rows
 from mmldlm.errors import UserError
 from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.mmdit_config import ModelConfig
-from mmldlm.tasks.registry import build_config
+from mmldlm.tasks.registry import build_config, load_config
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.tasks.translation.parameter_plan import frozen_names, parameter_plan
@@ -386,3 +386,14 @@ def test_gradients_with_dropout_and_two_predictions_add_up_however_the_batch_is_
             torch.testing.assert_close(loss, whole)
             for a, b in zip(found, expected, strict=True):
                 torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_a_mixture_of_one_mode_is_that_mode():
+    for weights, mode in (
+        ("{t2l: 1}", "t2l"),
+        ("{l2t: 2.0, t2l: 0}", "l2t"),
+        ("{l2t: 1, t2l: 1}", "mixed"),
+    ):
+        words = ["training.loss_type=mixed", f"training.loss_type_weights={weights}"]
+        config = load_config("tiny", None, [*words, "training.freeze=none"])
+        assert config.training.trained_mode == mode
