@@ -113,7 +113,8 @@ class ValidationRun(Protocol):
 
 
 class Task(ABC):
-    """What is trained. Has no state: every method is a function of its arguments.
+    """What is trained. Every method is a function of its arguments; a task keeps no state but what
+    it has counted.
 
     Class attributes:
         name: Name on the screen.

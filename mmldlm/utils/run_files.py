@@ -50,7 +50,9 @@ RUN_FILES = {
     PREFLIGHT: "the receipt of the last preflight: what was measured on which node",
     PASSING_NODES: "the nodes without a failed check, as a hostfile",
     REPORT: "the page of `mmldlm report RUN`; it needs no network",
-    f"{PLOTS}/loss.png": "the loss curves, drawn at the end and by `mmldlm plot RUN`",
+    f"{PLOTS}/loss.png": (
+        "the loss curves, drawn at the end (not of a stopped run) and by `mmldlm plot RUN`"
+    ),
     f"{PROFILE}/steps_N_N_rankN.json": "the trace of `training.profile`, for ui.perfetto.dev",
     f"{PROFILE}/memory_rankN.pickle": (
         "with `training.memory_snapshot`, the allocations of a GPU that ran out of memory, for"
