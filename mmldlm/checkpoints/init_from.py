@@ -72,7 +72,7 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
     report = InitReport(path)
-    buffers = {name for name, _ in model.named_buffers()}
+    buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     bad: dict[str, int] = {}
     # Non-finite values are checked below for all formats; the reader's error names an option of
     # `convert`.

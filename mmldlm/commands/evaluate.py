@@ -164,7 +164,7 @@ def _measure(args: argparse.Namespace) -> Report:
         check_store_kind(store, "text" if pretrained.image is None else "image")
     with ProgressBar() as progress:
         if pretrained.image is not None:
-            settings = _image_settings(args.suite, given)
+            settings = _image_settings(args.suite, given, pretrained)
             return images.evaluate_images(pretrained, args.data, settings, progress.start)
         of_images = [
             key for key in options_of(ImageSettings) if key not in options_of(GainSettings)
@@ -189,13 +189,15 @@ def _read(settings: type[Settings], given: dict[str, Any]) -> dict[str, Any]:
     return {key: given[key] for key in options_of(settings) if key in given}
 
 
-def _image_settings(suite: str, given: dict[str, Any]) -> ImageSettings:
+def _image_settings(suite: str, given: dict[str, Any], pretrained: Pretrained) -> ImageSettings:
     if suite != "conditioning_gain":
         raise UserError(
             "--suite conditioning_gain for a model of images", f"--suite {suite}", "omit --suite"
         )
     if unread := unread_options(ImageSettings, given):
         raise UserError("options that an evaluation of images reads", flags(unread), "omit them")
+    if "guidance" in given:
+        pretrained.check_guidance(given["guidance"])
     return ImageSettings(**_read(ImageSettings, given))
 
 
@@ -203,6 +205,19 @@ def _gain_settings(given: dict[str, Any], pretrained: Pretrained) -> GainSetting
     """Return the settings for a model of texts; refuse what its task does not read."""
     task = pretrained.task
     settings = GainSettings(**_read(GainSettings, given))
+    writes_from_latents = pretrained.reads_latents and pretrained.supports("l2t")
+    if not writes_from_latents:
+        of_writing = ["sampler", "presence_penalty"]
+        if pretrained.reads_latents:
+            of_writing.append("num_steps")
+        elif settings.guidance != 1:
+            of_writing.append("guidance")
+        if unread := [key for key in of_writing if key in given]:
+            raise UserError(
+                "options that are read of a model that writes no text from an embedding",
+                flags(unread),
+                "omit them",
+            )
     if settings.sampler is not None:
         pretrained.check_kind("l2t", settings.sampler)
         not_read = task.unread_options("l2t", settings.sampler)

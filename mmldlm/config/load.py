@@ -76,6 +76,7 @@ def resolve_config(
     tasks = [layer["task"] for layer in layers if "task" in layer]
     tasks += [word.partition("=")[2] for word in overrides if word.startswith("task=")]
     config_class = find_config_class(_task_of({"task": tasks[-1]} if tasks else {}))
+    layers = [_without_empty_sections(layer, config_class) for layer in layers]
     layers.append(_merge_overrides(overrides, config_class))
     values: dict[str, Any] = {}
     for layer in layers:
@@ -306,14 +307,25 @@ def _merge(base: dict[str, Any], over: dict[str, Any], section: Any = None) -> d
     merged = dict(base)
     for key, value in over.items():
         annotation = fields[key].annotation if key in fields else None
-        is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
-        if value is None and is_section:
-            continue  # a section whose keys are all commented out
-        present: Any = merged.get(key, {} if is_section else None)
-        are_sections = isinstance(value, dict) and isinstance(present, dict)
+        are_sections = isinstance(value, dict) and isinstance(merged.get(key), dict)
         is_merged = are_sections and not _is_dict(annotation)
-        merged[key] = _merge(present, value, annotation) if is_merged else value
+        merged[key] = _merge(merged[key], value, annotation) if is_merged else value
     return merged
+
+
+def _without_empty_sections(values: dict[str, Any], section: Any) -> dict[str, Any]:
+    """Return what a file says without the sections whose keys are all commented out."""
+    kept = {}
+    for key, value in values.items():
+        field = getattr(section, "model_fields", {}).get(key)
+        annotation = None if field is None else field.annotation
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            if value is None:
+                continue
+            if isinstance(value, dict):
+                value = _without_empty_sections(value, annotation)
+        kept[key] = value
+    return kept
 
 
 def _is_dict(annotation: Any) -> bool:

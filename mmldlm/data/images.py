@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -188,9 +189,10 @@ def _is_deep(image: Image.Image) -> bool:
     file has them.
     """
     arguments = [tile[3] for tile in getattr(image, "tile", ()) if tile[0] != "ppm"]
-    # The raw mode, as in "RGB;16B"; alone, or before numbers such as the length of a row.
+    # The raw mode, as in "RGB;16B"; alone, or before numbers such as the length of a row. "BGR;16"
+    # has 16 bits a pixel.
     raw_modes = [each if isinstance(each, str) else (each or [""])[0] for each in arguments]
-    return image.mode in _DIRECT and any(";16" in str(mode) for mode in raw_modes)
+    return image.mode in _DIRECT and any(re.search(r";16[BLN]$", str(mode)) for mode in raw_modes)
 
 
 def _convert(image: Image.Image, size: int, channels: int, depth: _Depth) -> np.ndarray:

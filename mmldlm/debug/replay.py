@@ -84,17 +84,19 @@ def replay_skipped_step(
     skipped = load_skipped_step(run_dir, event)
     print(f"step {skipped['step']} was skipped: {skipped['reason']}")
     dtypes = list(dict.fromkeys(dtypes or [skipped["dtype"], "bf16", "fp32"]))
-    replay = Replay(run_dir, skipped, checkpoint, exact)
+    replay = Replay(run_dir, skipped)
     if skipped["reason"] == NO_USABLE_SAMPLE and (rejected := replay.rejected_samples()):
         print_rejected(rejected)
         return {"step": skipped["step"], "reason": skipped["reason"], "rejected": rejected}
+    replay.load_weights(checkpoint, exact)
     report = _run_dtypes(replay, dtypes, max_samples)
     if is_clean(report) and replay.num_micro_batches_before <= MAX_AUTOMATIC_MICRO_BATCHES:
         print(
             f"nothing found with older weights: retraining {replay.num_steps_before} step(s), as"
             " --exact does"
         )
-        replay = Replay(run_dir, skipped, None, True)
+        replay = Replay(run_dir, skipped)
+        replay.load_weights(None, True)
         report = _run_dtypes(replay, dtypes, max_samples)
     if is_clean(report):
         age = replay.num_steps_before
@@ -132,7 +134,7 @@ class Replay:
         num_steps_before: Training steps between these weights and the step; None if unknown.
     """
 
-    def __init__(self, run_dir: Path, skipped: dict, checkpoint: str | None, exact: bool):
+    def __init__(self, run_dir: Path, skipped: dict):
         self.skipped, self.run_dir = skipped, run_dir
         self.config = build_config(with_new_names(skipped["config"]))
         self.task = find_task(self.config.task)
@@ -148,7 +150,7 @@ class Replay:
         self.model = self.task.build_model(self.data)
         self.parameters = self.task.parameter_plan(self.model, self.config)
         self.parameters.set_requires_grad(self.model)
-        self.weights, self.is_exact = self._load_weights(checkpoint, exact)
+        self.weights, self.is_exact = "those of the start", False
 
     def _check_samples(self) -> None:
         for entry in self.skipped["micro_batches"]:
@@ -175,6 +177,12 @@ class Replay:
         )
 
     # -- weights ----------------------------------------------------------------------------------
+
+    def load_weights(self, checkpoint: str | None, exact: bool) -> None:
+        """Load the weights of a checkpoint; None: those nearest to the step, with `exact` trained
+        up to it.
+        """
+        self.weights, self.is_exact = self._load_weights(checkpoint, exact)
 
     def _load_weights(self, checkpoint: str | None, exact: bool) -> tuple[str, bool]:
         """Load the weights nearest to the step; return (description, whether they are exact)."""

@@ -152,7 +152,7 @@ class HierarchicalProcess:
 
         Args:
             tokens: State at t. [B, S] int64 below V + n
-            logits: Logits of x_0, -inf for [MASK]. [B, S, V]
+            logits: Logits of x_0, -inf for [MASK] and outside `possible_words`. [B, S, V]
             t: Current timestep. [B]
             s: Next timestep. [B]
             uniform: Uniform numbers in [0, 1): what happens, and which token. [2, B, S]
@@ -169,8 +169,7 @@ class HierarchicalProcess:
         to_cluster = stay_mask + at_s.cluster * -torch.expm1(log_ratio) / at_t.mask
         is_masked, is_cluster = tokens == self.mask_token_id, tokens >= self.vocab_size
         first = uniform[0].double()
-        words = self.possible_words(tokens, logits)
-        drawn = draw(words.flatten(0, 1), uniform[1].flatten()).view_as(tokens)
+        drawn = draw(logits.flatten(0, 1), uniform[1].flatten()).view_as(tokens)
         from_mask = torch.where(first < to_cluster, self._state[drawn], drawn)
         from_mask = torch.where(first < stay_mask, tokens, from_mask)
         from_cluster = torch.where(first < stay_cluster, tokens, drawn)

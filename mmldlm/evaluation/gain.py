@@ -32,6 +32,7 @@ from mmldlm.evaluation.sentences import Log, Sentences, choose_sentences, prefix
 from mmldlm.evaluation.settings import GainSettings
 from mmldlm.evaluation.statistics import Estimate, mean, paired_bootstrap
 from mmldlm.evaluation.texts import (
+    Arms,
     Scorer,
     TextArms,
     decode,
@@ -80,12 +81,12 @@ def untrained_controls(model: nn.Module, seed: int) -> Iterator[tuple[str, nn.Mo
     yield "untrained_random_gates", untrained_control(model, seed, random_gates=True)
 
 
-class Subject(NamedTuple):
-    """The model or an untrained control, the sentences that it is measured on, and its log."""
+class Written(NamedTuple):
+    """Texts that the model, a control or a search wrote from the latents of sentences."""
 
-    name: str
-    model: nn.Module
+    arm: str
     sentences: Sentences
+    texts: list[list[int]]
     log: Log
 
 
@@ -112,43 +113,51 @@ def evaluate(
     _check_modes(pretrained)
     judge = _open_judge(pretrained, settings)
     sentences = choose_sentences(store, pretrained.model, settings.num_samples, settings.seed)
-    few = sentences.first(min(settings.control_samples, len(sentences)), settings.seed)
-    subjects = [Subject("model", pretrained.model, sentences, log)]
-    for name, control in untrained_controls(pretrained.model, settings.seed):
-        subjects.append(Subject(name, control, few, prefixed(log, name)))
-    arms: dict[str, dict[str, Estimate]] = {subject.name: {} for subject in subjects}
+    few = sentences.part(range(min(settings.control_samples, len(sentences))), settings.seed)
+    arms: Arms = {"model": {}, "untrained": {}, "untrained_random_gates": {}}
     notes, texts, examples = _notes(pretrained), TextArms(), []
+    written: list[Written] = []
+    writes = pretrained.reads_latents and pretrained.supports("l2t")
+    embeds = "t2l" in pretrained.task.samplers and pretrained.supports("t2l")
     if not pretrained.reads_latents:
-        for name, model, own, say in subjects:
-            arm = replace(pretrained, model=model)
-            arms[name] |= likelihood_estimates(measure_likelihood(arm, own, None, settings, say))
+        arms["model"] |= likelihood_estimates(
+            measure_likelihood(pretrained, sentences, None, settings, log)
+        )
         made = write_unconditionally(pretrained, len(sentences), settings, log)
         texts = measure_set(pretrained, sentences, made.tokens)
         texts.conditions |= text_costs(made)
-    elif pretrained.supports("l2t"):
+    elif writes:
         found = measure_l2t(pretrained, pretrained.model, sentences, settings, log)
         arms["model"] |= found.estimates
         texts = measure_text_arms(pretrained, store, sentences, found.written, settings.seed, log)
         texts.conditions |= found.costs
-        written, searched = [(subjects[0], found.written)], None
+        written.append(Written("model", sentences, found.written, log))
+        searched = None
         if judge is not None:
             searched = add_search(
                 texts, pretrained, sentences, found.written, judge, settings, log
             )
-            search = Subject(SEARCH, pretrained.model, sentences, prefixed(log, SEARCH))
-            written.append((search, searched))
+            written.append(Written(SEARCH, sentences, searched, prefixed(log, SEARCH)))
         examples = example_records(pretrained, sentences, found.written, searched)
-        for control in subjects[1:]:
-            found = measure_l2t(
-                pretrained, control.model, control.sentences, settings, control.log
-            )
-            arms[control.name] |= found.estimates
-            written.append((control, found.written))
-        notes += _add_reencoding(pretrained, arms, written)
-    if "t2l" in pretrained.task.samplers and pretrained.supports("t2l"):
-        for name, model, own, say in subjects:
-            arms[name] |= measure_t2l(pretrained, model, own, sentences.latents, settings, say)
+    if embeds:
+        arms["model"] |= measure_t2l(
+            pretrained, pretrained.model, sentences, sentences.latents, settings, log
+        )
         arms["floors"] = chance_baselines(sentences, pretrained.model)
+    for name, control in untrained_controls(pretrained.model, settings.seed):
+        say = prefixed(log, name)
+        if not pretrained.reads_latents:
+            arm = replace(pretrained, model=control)
+            arms[name] |= likelihood_estimates(measure_likelihood(arm, few, None, settings, say))
+        elif writes:
+            found = measure_l2t(pretrained, control, few, settings, say)
+            arms[name] |= found.estimates
+            written.append(Written(name, few, found.written, say))
+        if embeds:
+            gallery = sentences.latents
+            arms[name] |= measure_t2l(pretrained, control, few, gallery, settings, say)
+        del control  # before the next one is made: one at a time beside the model
+    notes += _add_reencoding(pretrained, arms, written)
     for name, estimates in texts.arms.items():
         arms.setdefault(name, {}).update(estimates)
     conditions = _conditions(pretrained, store, sentences, settings) | {
@@ -159,16 +168,12 @@ def evaluate(
     return EvaluationReport(conditions | texts.conditions, arms, examples, texts.differences)
 
 
-def _add_reencoding(
-    pretrained: Pretrained,
-    arms: dict[str, dict[str, Estimate]],
-    written: list[tuple[Subject, list[list[int]]]],
-) -> list[str]:
+def _add_reencoding(pretrained: Pretrained, arms: Arms, written: list[Written]) -> list[str]:
     """Embed every arm's texts again; return a note with the reason if the encoder is not
     available.
     """
     try:
-        for (name, _, sentences, log), texts in written:
+        for name, sentences, texts, log in written:
             estimates = reencoded_estimates(pretrained, texts, sentences, log)
             arms.setdefault(name, {}).update(estimates)
     except (UserError, ImportError, OSError) as error:

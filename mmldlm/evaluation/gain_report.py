@@ -285,7 +285,7 @@ class EvaluationReport(Report):
             ("f1_gap", "l2t_f1_gap_points", 15.0),
             ("recall_at_1", "t2l_recall_at_1", 0.3),
         )
-        model, control = self.arms["model"], self.arms["untrained"].get("gain_null")
+        model, control = self.arms["model"], self.arms["untrained"].get("gain_shuffled")
         claims = [
             claim(name, model[key].value, ">=", bound)
             for key, name, bound in bounds
@@ -388,11 +388,15 @@ class EvaluationReport(Report):
         )
         if "gain_shuffled" in gates:
             sensitivity, gain = gates["latent_sensitivity"].value, gates["gain_shuffled"]
+            control = "Another embedding"
+            if self.arms["untrained"]["latent_sensitivity"].value == 0:
+                control = (
+                    "It ignores its embedding exactly (adaLN-Zero): its gain is 0 by"
+                    " construction.\nWith its zero layers initialized at random, another embedding"
+                )
             console.print(
-                "It ignores its embedding exactly (adaLN-Zero): its gain is 0 by"
-                " construction.\nWith its zero layers initialized at random, another embedding"
-                f" changes the NELBO by\n{sensitivity:.3f}, but the mean of another's - right is"
-                f" {cell(gain, 4)}: {gain.in_standard_errors:.1f} SE."
+                f"{control} changes the {self.likelihood} by\n{sensitivity:.3f}, but the mean of"
+                f" another's - right is {cell(gain, 4)}: {gain.in_standard_errors:.1f} SE."
             )
         console.print()
         show_texts(self.arms, self.differences, conditions, console)

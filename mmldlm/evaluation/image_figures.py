@@ -43,9 +43,19 @@ class Gallery:
         """Return [N, S * S * C] pixels less the mean training image."""
         return as_vectors(images) - self.center
 
-    def first(self, count: int) -> Gallery:
-        """Return the first images alone."""
-        return Gallery(self.images[:count], self.groups[:count], self.center)
+    def part(self, rows: Sequence[int]) -> Gallery:
+        """Return some images alone."""
+        return Gallery(self.images[rows], self.groups[rows], self.center)
+
+    def chance_recall(self, rank: int) -> float:
+        """Return the recall of a guess: that a random order of the images has one of the right
+        group among its first `rank`, on average.
+        """
+        sizes = np.unique(self.groups, return_counts=True)[1].tolist()
+        total = len(self.images)
+        orders = math.comb(total, min(rank, total))
+        missed = [math.comb(total - size, min(rank, total)) / orders for size in sizes]
+        return sum(size * (1 - share) for size, share in zip(sizes, missed)) / total
 
 
 def group_ids(
@@ -125,21 +135,27 @@ def picture_estimates(
             have an inside and neighbors.
     """
     real, unit = gallery.images[: len(made)], f"share, of {len(gallery.images)}"
-    own, true = as_vectors(made), as_vectors(real)
-    right, shuffled = ((true - vectors) ** 2 for vectors in (own, own[partner]))
-    cosine, other = (
-        metrics.cosine_similarity(gallery.centered(images), gallery.centered(real))
-        for images in (made, made[partner])
-    )
+    right, shuffled, cosine, other = np.zeros((4, len(made)))
+    block = max(1, _BLOCK_BYTES // (8 * made[0].size))
+    for start in range(0, len(made), block):
+        rows = slice(start, start + block)
+        for images, error, similarity in (
+            (made[rows], right, cosine),
+            (made[partner[rows]], shuffled, other),
+        ):
+            error[rows] = ((as_vectors(real[rows]) - as_vectors(images)) ** 2).mean(1)
+            similarity[rows] = metrics.cosine_similarity(
+                gallery.centered(images), gallery.centered(real[rows])
+            )
     found = ranks(made, gallery)
     estimates = {
         "recall_at_1": proportion(found < 1, unit),
         "recall_at_5": proportion(found < 5, unit),
         "image_cosine": mean(cosine, "cosine"),
         "image_cosine_gap": mean(cosine - other, "cosine"),
-        "pixel_mse": mean(right.mean(1), "squared, of -1 .. 1"),
-        "pixel_mse_shuffled": mean(shuffled.mean(1), "squared, of -1 .. 1"),
-        "pixel_mse_ratio": ratio(right.mean(1), shuffled.mean(1), "right / shuffled"),
+        "pixel_mse": mean(right, "squared, of -1 .. 1"),
+        "pixel_mse_shuffled": mean(shuffled, "squared, of -1 .. 1"),
+        "pixel_mse_ratio": ratio(right, shuffled, "right / shuffled"),
     }
     if patch is not None and 1 < patch < max(made.shape[1:3]):
         own_seams, real_seams = seam_ratio(made, patch), seam_ratio(real, patch)

@@ -40,7 +40,7 @@ from mmldlm.evaluation.sentences import (
     spread,
 )
 from mmldlm.evaluation.settings import ImageSettings
-from mmldlm.evaluation.statistics import Estimate, mean, proportion
+from mmldlm.evaluation.statistics import Estimate, mean, proportion, ratio
 from mmldlm.evaluation.texts import written_records
 from mmldlm.inference.images import codec_of, make_images, open_image_store, use_image_size
 from mmldlm.inference.options import IMAGE_STEPS, NUM_LENGTHS
@@ -68,6 +68,8 @@ def evaluate_images(
     """
     started, task, model = time.perf_counter(), pretrained.task, pretrained.model
     settings = settings or ImageSettings()
+    if pretrained.condition_dropout == 0:  # guidance needs a trained null caption
+        settings = replace(settings, guidance=1.0)
     if settings.latent_steps is None:
         steps = IMAGE_STEPS if task.t2i_steps is None else task.t2i_steps
         settings = replace(settings, latent_steps=steps)
@@ -103,8 +105,7 @@ def evaluate_images(
             blocks = training.store.latent_blocks(training.limit)
             arms["code_frequencies"] = frequency_estimates(blocks, sentences, pretrained.num_ids)
         scales = {"guidance_1": 1.0}
-        # The second one needs a trained null caption.
-        if pretrained.condition_dropout != 0 and settings.guidance != 1:
+        if settings.guidance != 1:
             scales["guidance_2"] = settings.guidance
         for name, scale in scales.items():
             estimates, made = measure_t2i(
@@ -113,16 +114,19 @@ def evaluate_images(
             copies = copy_estimates(made, near_distances, sentences, training)
             arms[name] = estimates | copies | weights.estimates(made)
             pictures[f"guidance {scale:g}"] = made
-    count = min(settings.control_samples, len(sentences))
-    few, first = sentences.first(count, settings.seed), gallery.first(count)
+    # A split lists similar images one after the other.
+    rows = spread(len(sentences), settings.control_samples)
+    few, few_images = sentences.part(rows, settings.seed), gallery.part(rows)
     for name, control in untrained_controls(model, settings.seed):
         say, arms[name] = prefixed(log, name), {}
         if pretrained.supports("l2t"):
-            own = measure_i2t(pretrained, control, few, names[:count], settings, say)
+            own_names = [names[row] for row in rows]
+            own = measure_i2t(pretrained, control, few, own_names, settings, say)
             arms[name] |= own.estimates
         if pretrained.supports("t2l"):
             arms[name] |= measure_x0(pretrained, control, few, settings, say)
-            arms[name] |= measure_t2i(pretrained, control, few, first, settings, 1.0, say)[0]
+            arms[name] |= measure_t2i(pretrained, control, few, few_images, settings, 1.0, say)[0]
+        del control  # before the next one is made: one at a time beside the model
     conditions = _conditions(pretrained, store, sentences, gallery, settings) | {
         "seconds": round(time.perf_counter() - started, 1),
         **weights.conditions,
@@ -190,7 +194,7 @@ def _conditions(
         "image_steps": settings.latent_steps,
         "guidance": settings.guidance,
         "presence_penalty": settings.presence_penalty,
-        "chance_recall_at_5": round(5 / len(np.unique(gallery.groups)), 4),
+        "chance_recall_at_5": round(gallery.chance_recall(5), 4),
         "seed": settings.seed,
         "num_parameters": sum(parameter.numel() for parameter in pretrained.model.parameters()),
     }
@@ -330,9 +334,8 @@ def copy_estimates(
     known = training.captions(rows)
     right = metrics.token_f1(known, sentences.tokens)
     shuffled = metrics.token_f1([known[row] for row in sentences.shuffled_index], sentences.tokens)
-    typical = max(float(real_distances.mean()), 1e-12)
     return {
-        "copy_ratio": mean(distances / typical, "made / real"),
+        "copy_ratio": ratio(distances, real_distances, "made / real"),
         "identical_copies": proportion(distances == 0, "share"),
         "nearest_training_f1_gap": mean(right - shuffled, "share"),
     }

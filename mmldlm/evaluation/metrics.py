@@ -300,11 +300,11 @@ def ranks(
         groups: [N]; without them each vector is a group of its own, and its rank is returned.
     """
     groups = np.arange(len(gallery)) if groups is None else groups
-    predictions, gallery = normalize(predictions), normalize(gallery)
+    gallery = normalize(gallery)
     result = np.empty(len(predictions), dtype=np.int64)
     for start in range(0, len(predictions), _BLOCK):
         rows = slice(start, start + _BLOCK)
-        similarity = predictions[rows] @ gallery.T
+        similarity = normalize(predictions[rows]) @ gallery.T
         is_hit = groups[target_index[rows], None] == groups[None]
         best = np.where(is_hit, similarity, -np.inf).max(1, keepdims=True)
         result[rows] = ((similarity >= best - 1e-12) & ~is_hit).sum(1)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.errors import MmldlmError
 from mmldlm.sampling.latents import pad_texts
-from mmldlm.sampling.model import device_of
+from mmldlm.sampling.model import device_of, rows_of_latents
 from mmldlm.tasks.text_task import TextScores
 from mmldlm.utils.counter_rng import Stream, uniforms
 
@@ -87,7 +87,8 @@ def measure(
     num_scored = np.zeros(count)
     done = 0
     shuffled = torch.from_numpy(shuffled_index)
-    for rows in token_budget_batches(lengths, batch_tokens):
+    latent_rows = 0 if latents is None else rows_of_latents(config)
+    for rows in token_budget_batches(lengths + latent_rows, batch_tokens):
         index = torch.from_numpy(rows.copy())
         tokens, real = pad_texts(
             [texts[row] for row in rows], config.eos_token_id, config.pad_token_id, device

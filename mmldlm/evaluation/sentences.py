@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -42,10 +42,11 @@ class Sentences:
         """Return the ids of some sentences."""
         return [self.tokens[row] for row in rows.tolist()]
 
-    def first(self, count: int, seed: int) -> Sentences:
-        """Return the first sentences, paired among themselves."""
-        pairing = derangement(count, seed, self.texts[:count])
-        return Sentences(self.tokens[:count], self.latents[:count], self.texts[:count], pairing)
+    def part(self, rows: Sequence[int], seed: int) -> Sentences:
+        """Return some sentences, paired among themselves."""
+        texts = [self.texts[row] for row in rows]
+        pairing = derangement(len(texts), seed, texts)
+        return Sentences([self.tokens[row] for row in rows], self.latents[rows], texts, pairing)
 
 
 def choose_sentences(

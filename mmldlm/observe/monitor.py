@@ -87,8 +87,8 @@ def assess(
     reached = max((event["step"] for event in excluded), default=last["step"])
     # The last step is followed by an evaluation, a checkpoint and the event `end`, which a log
     # without any such event cannot tell.
-    is_last = not turns and total_steps is not None and reached >= total_steps
-    health.finished = has_ended or is_last
+    is_last = total_steps is not None and reached >= total_steps
+    health.finished = has_ended or (is_last and not turns)
     if num_skipped is None:
         num_skipped = sum(bool(record.get("skipped")) for record in records)
     health.messages.append(format_step(last, total_steps, num_skipped))
@@ -99,7 +99,7 @@ def assess(
             f"  excluded after a rollback: {len(excluded)} steps since, up to {reached}"
         )
     _assess_samples(recent, earlier, health)
-    _assess_pace([*recent, *excluded], events, now, stall_seconds, health)
+    _assess_pace([*recent, *excluded], events, now, stall_seconds, health, is_last)
     return health
 
 
@@ -203,6 +203,7 @@ def _assess_pace(
     now: datetime,
     limit: float | None,
     health: Health,
+    is_last: bool,
 ) -> None:
     times = _times(recent)
     if not times:
@@ -210,6 +211,8 @@ def _assess_pace(
     if limit is None:
         intervals = [(b - a).total_seconds() for a, b in zip(times, times[1:])]
         limit = max(120.0, 20 * median(intervals)) if intervals else 600.0
+        if is_last:  # an evaluation, a save, plots and uploads follow
+            limit *= 10
     since_step = max(0.0, (now - times[-1]).total_seconds())
     health.messages.append(
         "  finished" if health.finished else f"  last step {format_duration(since_step)} ago"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from mmldlm.errors import MmldlmError
 from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.sampling.model import Model, device_of
+from mmldlm.sampling.model import Model, device_of, rows_of_latents
 from mmldlm.utils.counter_rng import Stream, uniforms
 
 
@@ -88,6 +89,8 @@ class DecodingState:
 
 # Rows of fp64 probabilities in memory at once: 256 x 30,522 tokens are 62 MB.
 _MAX_ROWS = 256
+# Rows of latents of which lengths are predicted in one pass.
+_LENGTH_ROWS = 16_384
 
 
 def draw_tokens(logits: Tensor, uniform: Tensor, temperature: float, top_p: float = 1.0) -> Tensor:
@@ -196,7 +199,7 @@ def predict_lengths(
     count: int | None = None,
     rule: str | None = None,
     seed: int = 0,
-    batch_size: int = 512,
+    batch_size: int | None = None,
 ) -> Tensor:
     """Predict lengths with the model's length head; see `choose_lengths`.
 
@@ -205,6 +208,7 @@ def predict_lengths(
         count: Number of texts, needed without latents.
         rule: Rule of `choose_lengths`; None: the median of p(length | latent), or a draw from
             p(length) without a latent.
+        batch_size: Latents of a pass; None: as many as `_length_batch` takes.
 
     Returns:
         [count] int64 lengths, EOS counted.
@@ -220,12 +224,15 @@ def predict_lengths(
         out = model(TextInputs(start), None, TokenQuery(start.new_empty(0)))
         logits = out.length_logits.expand(count, -1)
         return choose_lengths(logits, rule, uniform).cpu()
-    parts = []
-    for logits, part_uniform in zip(
-        _length_logits(model, latents, batch_size), uniform.split(batch_size)
-    ):
+    parts, size = [], batch_size or _length_batch(model.config)
+    for logits, part_uniform in zip(_length_logits(model, latents, size), uniform.split(size)):
         parts.append(choose_lengths(logits, rule, part_uniform))
     return torch.cat(parts).cpu()
+
+
+def _length_batch(config: Any) -> int:
+    """Return the latents of a pass that predicts lengths; an image has many rows."""
+    return max(1, min(512, _LENGTH_ROWS // max(rows_of_latents(config), 1)))
 
 
 def _length_logits(model: Model, latents: Tensor, batch_size: int) -> Iterator[Tensor]:
@@ -237,7 +244,7 @@ def _length_logits(model: Model, latents: Tensor, batch_size: int) -> Iterator[T
 
 @torch.inference_mode()
 def most_probable_lengths(
-    model: Model, latents: Tensor, number: int, batch_size: int = 512
+    model: Model, latents: Tensor, number: int, batch_size: int | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the most probable lengths of each text, the best first, and their log-probabilities.
 
@@ -249,7 +256,7 @@ def most_probable_lengths(
         [N, K] int64, EOS counted, and [N, K] fp64, both on the CPU.
     """
     parts = []
-    for logits in _length_logits(model, latents, batch_size):
+    for logits in _length_logits(model, latents, batch_size or _length_batch(model.config)):
         top = logits.double().log_softmax(-1).topk(min(number, logits.shape[-1]), dim=-1)
         parts.append((top.indices.cpu() + 1, top.values.cpu()))
     lengths, scores = zip(*parts)

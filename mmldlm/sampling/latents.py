@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 from typing import Any
@@ -16,7 +15,7 @@ from mmldlm.diffusion.process import LatentProcess
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.sampling.model import Model, device_of
+from mmldlm.sampling.model import Model, device_of, rows_of_latents
 from mmldlm.sampling.records import keeping_finished
 from mmldlm.utils.counter_rng import Stream, normals
 
@@ -264,13 +263,11 @@ def sample_latents(
     count = len(texts) if texts is not None else num_samples
     assert count is not None, "num_samples is needed without texts"
     device, config = device_of(model), model.config
-    shape = latent_shape(config)
-    # The rows of an image outweigh those of its text, so they count.
-    latent_rows = math.prod(shape[:-1]) * config.tokens_per_latent if len(shape) > 1 else 0
+    shape, num_rows = latent_shape(config), rows_of_latents(config)
     lengths = (
-        [len(text) + 1 + latent_rows for text in texts]
+        [len(text) + 1 + num_rows for text in texts]
         if texts is not None
-        else [1 + latent_rows] * count
+        else [1 + num_rows] * count
     )
     latents = torch.zeros(count, *shape)
     check_guidance_interval(guidance, guidance_interval, diffusion.sampling_grid(steps)[:-1])

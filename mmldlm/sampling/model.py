@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mmldlm.models.base import EncodedLatent, LatentInputs, TextInputs
+from mmldlm.models.flops import latent_rows
 from mmldlm.models.token_scores import TokenQuery
 
 
@@ -55,3 +56,10 @@ def device_of(model: Any) -> torch.device:
     """Return the device of a model's weights."""
     parameter = next(iter(model.parameters()), None)
     return torch.device("cpu") if parameter is None else parameter.device
+
+
+def rows_of_latents(config: Any) -> int:
+    """Return the rows of a sample's latents in the blocks, which count in the budget of a pass:
+    those of an image outweigh those of its text. Those of a single latent do not count.
+    """
+    return int(latent_rows(config)) if getattr(config, "num_latents", 1) > 1 else 0

@@ -21,7 +21,7 @@ from mmldlm.sampling.decoding import (
     most_probable_lengths,
     predict_lengths,
 )
-from mmldlm.sampling.model import Model, device_of
+from mmldlm.sampling.model import Model, device_of, rows_of_latents
 from mmldlm.sampling.records import Recorder, TextSamples, finished_part, keeping_finished
 from mmldlm.sampling.settings import STRATEGY_OPTIONS, DrawSettings
 from mmldlm.sampling.strategies import Observer, TextStrategy, strategy_class
@@ -221,7 +221,8 @@ def sample_text(
     draw = DrawSettings(temperature, top_p, presence_penalty)
     report = _Report(progress, int((lengths - 1).sum()))
     with keeping_finished(samples) as finished:
-        for batch in token_budget_batches(lengths.tolist(), batch_tokens):
+        num_rows = lengths + (0 if latents is None else rows_of_latents(model.config))
+        for batch in token_budget_batches(num_rows.tolist(), batch_tokens):
             index = torch.from_numpy(batch.copy())
             sample_indices = [
                 row if indices is None else int(indices[row]) for row in batch.tolist()

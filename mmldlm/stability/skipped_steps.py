@@ -31,7 +31,7 @@ from mmldlm.utils.validation import describe_problems
 
 _RECORD = re.compile(r"step_(\d{8,})\.json")
 MAX_RECORDS = 200
-"""Maximum number of records per run; those of the earliest steps go first."""
+"""Maximum number of records per run; the oldest go first."""
 
 
 def collect_step_record(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[dict]:
@@ -71,6 +71,8 @@ def save_skipped_step(run_dir: Path, case: dict) -> Path:
     folder.mkdir(exist_ok=True)
     path = folder / f"step_{case['step']:08d}.json"
     others = [other for _, other in _records(folder) if other != path]
+    # By age: after a rollback new records are of earlier steps than old ones.
+    others.sort(key=lambda other: other.stat().st_mtime_ns)
     for other in others[: max(len(others) + 1 - MAX_RECORDS, 0)]:
         other.unlink()
     write_text(path, to_json(case) + "\n")

@@ -326,7 +326,7 @@ class RunLogger:
 
     def log_bad_samples(self, bad: list[dict], validation: bool = False) -> None:
         """Write an event and a warning for every sample that any rank left out or repaired, once
-        per run. Collective.
+        per start of the run. Collective.
 
         Args:
             bad: Batch.bad of this rank.

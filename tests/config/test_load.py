@@ -96,9 +96,8 @@ def test_a_section_whose_keys_are_commented_out_is_left_out(tmp_path):
     path.write_text("logging:\n  run_name: a\n  wandb:\n    # mode: offline\noptimizer:\n")
     config = load_config("tiny", str(path), ["logging.wandb.mode=offline"])
     assert (config.logging.run_name, config.logging.wandb.mode) == ("a", "offline")
-    assert (
-        load_config(None, str(path), []).logging.wandb == load_config(None, None, []).logging.wandb
-    )
+    with pytest.raises(UserError, match="logging.wandb=None: a section"):
+        load_config("tiny", str(path), ["logging.wandb=null"])
 
 
 def test_learning_rates_without_a_dot_are_numbers():

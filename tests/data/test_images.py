@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import struct
 
 import numpy as np
 import pytest
@@ -56,6 +57,15 @@ def test_8_bits_are_8_bits_whatever_numbers_a_file_has(tmp_path, name, mode, wid
     for white in (None, 4095):
         found = read_image(path, 32, len(mode), white=white)
         assert 0 < found.max() < 40
+
+
+def test_a_bmp_of_16_bits_a_pixel_is_read(tmp_path):
+    header = struct.pack("<2sIHHI", b"BM", 66 + 8 * 8 * 2, 0, 0, 66)
+    header += struct.pack("<IiiHHIIiiII", 40, 8, 8, 1, 16, 3, 8 * 8 * 2, 0, 0, 0, 0)
+    header += struct.pack("<III", 0xF800, 0x07E0, 0x001F)  # RGB565
+    (tmp_path / "x.bmp").write_bytes(header + struct.pack("<64H", *[0x0841] * 64))
+    for white in (None, 4095):
+        assert 0 < read_image(tmp_path / "x.bmp", 8, 3, white=white).max() < 20
 
 
 def test_orientation_is_applied(tmp_path):

@@ -217,9 +217,8 @@ def test_posterior_sums_to_one_composes_and_is_what_reverse_draws(gamma):
                 continue
             tokens = torch.full((1, size), z)
             uniform = torch.rand(2, 1, size, dtype=torch.float64, generator=generator)
-            drawn = process.reverse(
-                tokens, x_hat.log().expand(1, size, V), start[None], end[None], uniform
-            )
+            logits = process.possible_words(tokens, x_hat.log().expand(1, size, V))
+            drawn = process.reverse(tokens, logits, start[None], end[None], uniform)
             row = posterior(start, end)[0][z]
             seen, counts = row > 1e-12, torch.bincount(drawn[0], minlength=V + 2).double()
             assert (
@@ -252,7 +251,10 @@ def test_an_exact_denoiser_reaches_the_entropy_and_its_samples_follow_the_law(cl
     def denoiser(q):
         return exact_denoiser(q, texts, law, states, WORDS + 1)
 
-    tokens = sample_toy(process.reverse, words_to_states, WORDS, base, denoiser, steps, size=4000)
+    def reverse(tokens, logits, *more):
+        return process.reverse(tokens, process.possible_words(tokens, logits), *more)
+
+    tokens = sample_toy(reverse, words_to_states, WORDS, base, denoiser, steps, size=4000)
     assert tokens.max() < WORDS
     counts = torch.bincount(index_of(tokens, WORDS), minlength=len(law)).double()
     assert abs(chi_square_deviation(counts, law)) < 4
@@ -266,7 +268,8 @@ def test_four_steps_are_exact_for_one_position_where_a_first_order_step_is_not()
     grid = torch.linspace(1, 0, 5, dtype=torch.float64)
     for t, s in zip(grid[:-1], grid[1:], strict=True):
         uniform = torch.rand(2, 1, size, dtype=torch.float64, generator=generator)
-        tokens = process.reverse(tokens, law.log().expand(1, size, 4), t[None], s[None], uniform)
+        logits = process.possible_words(tokens, law.log().expand(1, size, 4))
+        tokens = process.reverse(tokens, logits, t[None], s[None], uniform)
         found = torch.bincount(tokens[0], minlength=6).double()
         expected = law @ transition(process, s)[:4]
         seen = expected > 1e-12

@@ -72,7 +72,7 @@ def test_all_counts_of_masks_together_are_the_exact_bound(opened):
     """
     data, model, sentences = opened
     randomized(model)
-    sentences = sentences.first(4, 0)
+    sentences = sentences.part(range(4), 0)
     exact = np.mean(
         [code_bits(model, sentences, draws=16, seed=seed)["right"] for seed in range(2)], axis=0
     )

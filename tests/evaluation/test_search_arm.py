@@ -80,7 +80,23 @@ def test_unusable_requests_are_refused():
     with pytest.raises(UserError, match="--judge with --search"):
         _check_arguments(parse("--data", "s", "--judge", "t2l"))
     with pytest.raises(UserError, match="--search best_of for task=ar"):
-        _gain_settings({"search": "local"}, SimpleNamespace(task=find_task("ar")))
+        model = {"task": find_task("ar"), "reads_latents": True, "supports": lambda mode: True}
+        _gain_settings({"search": "local"}, SimpleNamespace(**model))
+
+
+@pytest.mark.parametrize(
+    "reads, mode, given, unread",
+    [
+        (False, "unconditional", {"sampler": "ancestral", "guidance": 3.0}, "--sampler"),
+        (False, "unconditional", {"guidance": 3.0}, "--guidance"),
+        (True, "t2l", {"num_steps": 3, "presence_penalty": 1.0}, "--num-steps"),
+    ],
+)
+def test_what_no_text_is_written_with_is_refused(reads, mode, given, unread):
+    model = {"task": find_task("translation"), "reads_latents": reads, "supports": mode.__eq__}
+    with pytest.raises(UserError, match="writes no text from an embedding") as caught:
+        _gain_settings(given, SimpleNamespace(**model))
+    assert unread in str(caught.value)
 
 
 def test_a_sampler_beside_a_search_is_refused_as_in_sample(pretrained):

@@ -54,8 +54,9 @@ def test_stalled_after_a_while_but_not_when_finished():
 def test_a_run_whose_last_step_is_done_still_evaluates_and_saves():
     """Only its event `end` says that this went well."""
     start, end = event("start", 0, seconds=-300), event("end", 300, exit_code=0)
-    soon, late = NOW + timedelta(seconds=5), NOW + timedelta(seconds=5000)
+    soon, late = NOW + timedelta(seconds=500), NOW + timedelta(seconds=5000)
     assert not assess(records(), soon, total_steps=300, events=[start]).finished
+    assert problems(records(), soon, total_steps=300, events=[start]) == ""
     assert "STALLED" in problems(records(), late, total_steps=300, events=[start])
     assert assess(records(), late, total_steps=300, events=[start, end]).finished
     assert problems(records(), late, total_steps=300, events=[start, end]) == ""

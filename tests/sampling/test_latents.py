@@ -257,7 +257,7 @@ class Several:
 
     @staticmethod
     def of(toy):
-        toy.config.num_latents, toy.config.tokens_per_latent = 3, 1
+        toy.config.num_latents, toy.config.rows_per_latent = 3, 1
         return toy
 
 

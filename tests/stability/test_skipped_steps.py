@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 
 import pytest
 
@@ -44,10 +45,11 @@ def test_what_was_written_is_read(tmp_path):
 
 def test_the_newest_records_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(skipped_steps, "MAX_RECORDS", 3)
-    for step in (5, 9, 100_000_000, 7, 100_000_001):
-        save_skipped_step(tmp_path, CASE | {"step": step})
+    for age, step in enumerate((5, 9, 100_000_000, 7, 8)):  # a rollback before the last two
+        path = save_skipped_step(tmp_path, CASE | {"step": step})
+        os.utime(path, (age, age))
     found = {path.name for path in (tmp_path / "forensics").iterdir()}
-    assert found == {f"step_{step}.json" for step in ("00000009", "100000000", "100000001")}
+    assert found == {f"step_{step}.json" for step in ("100000000", "00000007", "00000008")}
 
 
 def test_the_last_skip_is_not_the_highest_step_after_a_rollback(tmp_path):

@@ -148,6 +148,8 @@ def diff_options(recorded: dict[str, Any], requested: dict[str, Any]) -> list[st
     defaults = PrepareOptions("")
     lines = []
     for key in dict.fromkeys([*recorded, *requested]):
+        if key in _RUN_ONLY_OPTIONS:  # recorded by an earlier version
+            continue
         before, now = (
             values.get(key, getattr(defaults, key, None)) for values in (recorded, requested)
         )

@@ -63,6 +63,8 @@ SHARD = 512
 # turn: greedy, greedy of the second length, draws at T = 0.5 and 0.7. Of the others a share of the
 # words, uniform in (0, 1], is written.
 WHOLE, CANDIDATES = 3, (0, 2, 4, 7)
+# Entry of the plan: their SHA-256. A run's folder has others after its next save.
+_WEIGHTS = "the weights in --checkpoint"
 PASSES_FOR_PARTS, TEMPERATURE_OF_PARTS = 3, 0.7
 
 
@@ -134,7 +136,7 @@ class _Hypotheses:
         work = WorkDir(self.root, self.queue)
         weights = weights_sha256(self.pretrained.model)
         self.queue.rank_0_first("begin", lambda: self._begin(work, weights))
-        if work.read_plan()["options"]["weights"] != weights:
+        if work.read_plan()["inputs"][_WEIGHTS] != weights:
             raise UserError(
                 "one model on all ranks",
                 f"other weights on rank {self.queue.rank} in {options.checkpoint}",
@@ -190,7 +192,8 @@ class _Hypotheses:
             if key not in ("device", "force")
         }
         plan = {
-            "options": identity | {"version": HYPOTHESES_VERSION, "weights": weights},
+            "options": identity | {"version": HYPOTHESES_VERSION},
+            "inputs": {_WEIGHTS: weights},
             "corpus": {"of": [str(sample_checksums(self.stores["train"].manifest))]},
         }
         if work.open(plan | {"shards": [SHARD]}, self.options.force):

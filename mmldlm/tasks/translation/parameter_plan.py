@@ -33,8 +33,8 @@ UNREAD_MODULES = {
 
 
 def frozen_names(model: MultimodalMMDiT, mode: str, freeze: str) -> set[str]:
-    """Names of the parameters that are left alone where `mode` is trained with
-    training.freeze=freeze.
+    """Names of the parameters that training.loss_type=mode with training.freeze=freeze leaves
+    alone.
     """
     assert freeze in ("by_mode", "none"), "decided_freeze decides auto when the data is opened"
     names = {
@@ -85,12 +85,12 @@ EMBEDDING_PREFIXES = ("null_", "chunk_position", "latent_position")
 
 
 def parameter_plan(model: MultimodalMMDiT, config: TranslationConfig) -> ParameterPlan:
-    """Plan for an MMDiT in its trained mode under training.freeze (`auto` already resolved)."""
+    """Plan for an MMDiT under training.loss_type and training.freeze (`auto` already resolved)."""
     training = config.training
     return ParameterPlan(
         sharding_units=list(model.blocks),
         no_decay=no_decay_names(model),
-        frozen=frozenset(frozen_names(model, training.trained_mode, training.freeze)),
+        frozen=frozenset(frozen_names(model, training.loss_type, training.freeze)),
         matrices=stacked_matrices(model),
     )
 

@@ -175,12 +175,20 @@ class TranslationTask(MaskedTextTask):
     def describe(self, config: TranslationConfig) -> str:
         shift = config.latent_diffusion.timestep_shift
         shifted = "" if shift == 1 else f", timestep shift {shift:g}"
-        return f"mode {config.training.trained_mode}, freeze={config.training.freeze}{shifted}"
+        return f"mode {config.training.loss_type}, freeze={config.training.freeze}{shifted}"
 
     def warnings(self, config: TranslationConfig) -> list[str]:
         training = config.training
-        frozen = random_projection(training.trained_mode, training.freeze, training.init_from)
-        return [] if frozen is None else [frozen]
+        frozen = random_projection(training.loss_type, training.freeze, training.init_from)
+        found = [] if frozen is None else [frozen]
+        if training.loss_type != training.trained_mode:
+            mode = training.trained_mode
+            found.append(
+                "training.loss_type_weights with one mode alone: weight decay moves heads that no"
+                f" loss reads. training.loss_type={mode} training.loss_type_weights=null freezes"
+                " them"
+            )
+        return found
 
     # -- model, batches and loss ------------------------------------------------------------------
 

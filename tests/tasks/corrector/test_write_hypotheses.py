@@ -168,7 +168,7 @@ def test_a_run_goes_on_with_the_model_that_it_began_with_alone(
             module.write_hypotheses(options)
     path = tmp_path / "model" / "model.safetensors"
     save_file({name: value + 0.1 for name, value in load_file(path).items()}, path)
-    with pytest.raises(UserError, match="weights was(.|\n)*--force"):
+    with pytest.raises(UserError, match="the weights in --checkpoint was(.|\n)*--force"):
         module.write_hypotheses(options)
 
 
