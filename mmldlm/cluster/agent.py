@@ -199,8 +199,11 @@ class Agent:
         self._request_id = 0
         self._lock = threading.Lock()
 
-    def start(self) -> None:
+    def start(self, seconds: float | None = None) -> None:
         """Log in and wait for the agent's greeting.
+
+        Args:
+            seconds: Time limit of the greeting (default: START_SECONDS).
 
         Raises:
             AgentFailure: with the cause.
@@ -221,7 +224,7 @@ class Agent:
         threading.Thread(target=self._read_answers, daemon=True).start()
         self._errors = threading.Thread(target=self._read_errors, daemon=True)
         self._errors.start()
-        self._wait(START_SECONDS, "no agent was started")
+        self._wait(seconds or START_SECONDS, "no agent was started")
 
     def request(self, action: str, args: dict | None = None, timeout: float = 30) -> Any:
         """Run an action of the agent and return its value.

@@ -120,12 +120,19 @@ def torchrun_command(
     return [*command, *script]
 
 
+def pdsh_environment(ssh_options: Sequence[str]) -> dict[str, str]:
+    """Return the variable that gives pdsh, which DeepSpeed starts, options of ssh."""
+    given = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    return {"PDSH_SSH_ARGS_APPEND": " ".join([*ssh_options, given]).strip()} if ssh_options else {}
+
+
 def mpi_command(
     nodes: Sequence[Node],
     local: bool,
     address: str,
     port: int,
     ssh_port: int | None,
+    ssh_options: Sequence[str],
     script: list[str],
 ) -> list[str]:
     """Return Open MPI's `mpirun` command, with ranks in hostfile order.
@@ -150,7 +157,9 @@ def mpi_command(
         "-x",
         f"MASTER_PORT={port}",
     ]
-    agent = "ssh -o BatchMode=yes" + (f" -p {ssh_port}" if ssh_port else "")
+    # Of an option that is given twice, ssh takes the first.
+    agent = " ".join(["ssh", *ssh_options, "-o", "BatchMode=yes"])
+    agent += f" -p {ssh_port}" if ssh_port else ""
     command += ["--mca", "plm_rsh_agent", agent]
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")

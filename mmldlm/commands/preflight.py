@@ -96,7 +96,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fix", action="store_true", help="write variables not propagated to ./.deepspeed_env"
     )
-    parser.set_defaults(propagates_all=False)
+    # Of `mmldlm launch --elastic`, which passes all variables of this shell to the ranks.
+    parser.add_argument("--propagates-all", action="store_true", help=argparse.SUPPRESS)
 
 
 def check_script_options(args: argparse.Namespace) -> None:

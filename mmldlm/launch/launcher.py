@@ -11,13 +11,21 @@ from pathlib import Path
 from mmldlm.checkpoints.locate import find_latest_valid, read_link
 from mmldlm.checkpoints.manifest import MANIFEST
 from mmldlm.cluster.launcher_commands import TRAIN, train_arguments
-from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_USAGE, UserError
+from mmldlm.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    MmldlmError,
+    UserError,
+)
 from mmldlm.launch.elastic import ElasticNodes, ReturnWatch
 from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
 from mmldlm.launch.outcome import Outcome
 from mmldlm.launch.watcher import Watcher
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.runner import run_preflight
+from mmldlm.utils.formatting import first_line
 from mmldlm.utils.run_files import LOGS
 from mmldlm.utils.streams import print_line
 
@@ -44,29 +52,54 @@ def launch(args: argparse.Namespace) -> int:
     if nodes is not None:
         nodes.print_plan()
     initial_checkpoint = latest_checkpoint(run_dir)
+    log_dir = create_log_dir(_log_folder(args, run_dir))
     resume, failures = [], 0
     while True:
-        log_dir = create_log_dir(_log_folder(args, run_dir))
         overrides = [] if nodes is None else nodes.overrides()
         outcome = _attempt(args, context, [*command, *resume, *overrides], log_dir, run_dir, nodes)
         print_outcome(outcome, log_dir, run_dir)
-        if not outcome.returned:
+        if outcome.returned:
+            assert nodes is not None
+            nodes.take_back(outcome.returned)
+        else:
             if failures == args.retries or not _is_retryable(outcome, context):
                 return outcome.code
+            if nodes is not None and not nodes.exclude(outcome.failed_nodes):
+                return outcome.code
             failures += 1
+            _pause(failures, args.retries)
+        while (storage := _open_storage(args, run_dir)) is None:
+            if failures == args.retries:
+                return outcome.code
+            failures += 1
+            _pause(failures, args.retries)
+        log_dir, latest = storage
         # Only a checkpoint saved by this launch is resumed: auto would otherwise start from
         # scratch, or take a checkpoint of another run instead of the requested training.resume.
-        if latest_checkpoint(run_dir) not in (None, initial_checkpoint):
+        if latest not in (None, initial_checkpoint):
             resume = ["training.resume=auto"]
-        if nodes is not None and outcome.returned:
-            nodes.take_back(outcome.returned)
-        elif nodes is not None and not nodes.exclude(outcome.failed_nodes):
-            return outcome.code
-        if not outcome.returned:
-            pause = RETRY_PAUSES[min(failures, len(RETRY_PAUSES)) - 1]
-            print_line(f"\nattempt {failures + 1} of {args.retries + 1} in {pause} s")
-            # No rank is running: a signal to this process ends the launch at once.
-            time.sleep(pause)
+
+
+def _pause(failures: int, retries: int) -> None:
+    """Wait before the next attempt. No rank is running: a signal to this process ends the launch
+    at once.
+    """
+    pause = RETRY_PAUSES[min(failures, len(RETRY_PAUSES)) - 1]
+    print_line(f"\nattempt {failures + 1} of {retries + 1} in {pause} s")
+    time.sleep(pause)
+
+
+def _open_storage(
+    args: argparse.Namespace, run_dir: Path | None
+) -> tuple[Path, tuple[Path, int] | None] | None:
+    """Return a new folder for the logs of the next attempt, and the latest checkpoint; None, and
+    why, while the disk of either is full or away, which often is what ended the last attempt.
+    """
+    try:
+        return create_log_dir(_log_folder(args, run_dir)), latest_checkpoint(run_dir)
+    except (MmldlmError, OSError) as error:
+        print_line(f"\nno attempt is possible yet: {error}", sys.stderr)
+        return None
 
 
 def _attempt(
@@ -163,11 +196,15 @@ def print_outcome(outcome: Outcome, log_dir: Path, run_dir: Path | None) -> None
     for line in outcome.last_lines:
         print_line(f"    {line}", sys.stderr)
     if run_dir is not None:
-        checkpoint = latest_checkpoint(run_dir)
-        saved = (
-            "no complete checkpoint in the run folder"
-            if checkpoint is None
-            else f"latest checkpoint: {checkpoint[0]}"
-        )
+        try:
+            checkpoint = latest_checkpoint(run_dir)
+        except (MmldlmError, OSError) as error:
+            saved = f"latest checkpoint: cannot be read now: {first_line(error)}"
+        else:
+            saved = (
+                "no complete checkpoint in the run folder"
+                if checkpoint is None
+                else f"latest checkpoint: {checkpoint[0]}"
+            )
         print_line(saved, sys.stderr)
     print_line(f"logs of all ranks: {log_dir}", sys.stderr)

@@ -12,6 +12,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -36,6 +37,7 @@ from mmldlm.utils.streams import print_line
 
 LAUNCH_ID_VAR = "MMLDLM_LAUNCH"
 LAST_LINES = 20
+_LONGEST_LINE = 1 << 16  # bytes of a line without an end that are kept
 # For the rest of the output of a script that has ended.
 READ_SECONDS = 5.0
 _RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "SLURM_PROCID")
@@ -171,15 +173,21 @@ def _stream_log(child: subprocess.Popen, log: Path, to_screen: bool, last: deque
         with contextlib.suppress(OSError):
             # A full disk must not end the rank.
             file = stack.enter_context(open(log, "ab", buffering=0))
-        for line in child.stdout:
-            last.append(line.decode(errors="replace").rstrip())
+        # As it comes, not by lines: a progress bar ends its lines by carriage returns.
+        rest = b""
+        while chunk := child.stdout.read1(1 << 16):
             if file is not None:
                 with contextlib.suppress(OSError):
-                    file.write(line)
+                    file.write(chunk)
             if to_screen:
                 with contextlib.suppress(OSError):
-                    sys.stdout.buffer.write(line)
+                    sys.stdout.buffer.write(chunk)
                     sys.stdout.buffer.flush()
+            *lines, rest = re.split(rb"[\r\n]+", rest + chunk)
+            last.extend(line.decode(errors="replace").rstrip() for line in lines)
+            rest = rest[-_LONGEST_LINE:]
+        if rest:
+            last.append(rest.decode(errors="replace").rstrip())
 
 
 if __name__ == "__main__":

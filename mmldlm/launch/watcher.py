@@ -24,7 +24,7 @@ from mmldlm.cluster.env_propagation import (
     read_env_file,
     run_variables,
 )
-from mmldlm.cluster.launcher_commands import START_SECONDS, torchrun_command
+from mmldlm.cluster.launcher_commands import START_SECONDS, pdsh_environment, torchrun_command
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from mmldlm.launch import rank_wrapper
 from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
@@ -47,6 +47,9 @@ POLL_SECONDS = 1.0
 ANSWER_SECONDS = 5.0
 # The node counts as lost if ssh does not reach it within so many seconds.
 CALL_SECONDS = 3
+# Seconds for a new session to a silent node, whose login may hang (a home file system that is
+# away). The other nodes get no request meanwhile, and end their ranks after IDLE_TIMEOUT.
+RECONNECT_SECONDS = 10
 # After the first failure, other ranks may be ending with a better message.
 SETTLE_SECONDS = 3.0
 # The same for collective exits: rank 0 has more to write than the others.
@@ -353,7 +356,7 @@ class Watcher:
     def _new_session(self, name: str) -> Agent | None:
         agent = self._agent(name, CALL_SECONDS)
         try:
-            agent.start()
+            agent.start(RECONNECT_SECONDS)
             agent.request("report_ranks", self._report_args(name), ANSWER_SECONDS)
         except (AgentFailure, RuntimeError):
             agent.stop()
@@ -508,7 +511,8 @@ def launcher_start(
     environment, folder = {**os.environ, **variables}, os.getcwd()
     if context.launcher == "deepspeed":
         folder = "/"
-        environment = environment if context.local else _runner_environment()
+        if not context.local:
+            environment = _runner_environment() | pdsh_environment(context.options.ssh_option)
     return {"args": args, "env": environment, "cwd": folder}
 
 

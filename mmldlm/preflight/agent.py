@@ -8,11 +8,13 @@ second.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -140,23 +142,38 @@ def run_command(command: list[str], environment: dict[str, str], seconds: float)
     Raises:
         OSError: the program cannot be started.
     """
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
+    # A file: the end of a pipe comes when the last process that holds it ends.
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        result: dict[str, Any] = {}
+        try:
+            result["code"] = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            _kill_tree(process)
+            result |= {"code": None, "timeout": True}
+        output.seek(0)
+        return {**result, "output": output.read().decode(errors="replace")}
+
+
+def _kill_tree(process: subprocess.Popen) -> None:
+    """Kill a process and all that it started; torchrun's workers have sessions of their own."""
+    import psutil
+
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(process.pid).children(recursive=True)
+        for each in (process, *children):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
-        return {"code": None, "output": output, "timeout": True}
-    return {"code": process.returncode, "output": output}
+    process.wait()
 
 
 _ACTIONS = (

@@ -174,7 +174,8 @@ class Context:
         address, port = self.master_address(), self.options.master_port
         ssh_port = self.options.ssh_port
         if self.launcher == "mpi":
-            return mpi_command(nodes, self.local, address, port, ssh_port, script)
+            options = self.options.ssh_option
+            return mpi_command(nodes, self.local, address, port, ssh_port, options, script)
         if self.launcher == "slurm":
             return srun_command(nodes, address, port, script)
         write_hostfile(hostfile, nodes)

@@ -126,7 +126,7 @@ def test_mpirun_passes_the_master_of_the_launch(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29777")
     monkeypatch.setenv("MASTER_ADDR", "n9")
     says = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
-    line = mpi_command([Node("localhost", 1)], True, "10.0.0.1", 29611, None, ["-c", says])
+    line = mpi_command([Node("localhost", 1)], True, "10.0.0.1", 29611, None, [], ["-c", says])
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.stdout == "10.0.0.1 29611\n", done.stderr
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from mmldlm.checkpoints import commit
+from mmldlm.errors import UserError
 from mmldlm.launch import launcher
 from mmldlm.launch.outcome import Outcome, failed_rank_outcome
 from mmldlm.tasks.registry import load_config
@@ -232,6 +233,49 @@ def test_the_end_names_the_latest_checkpoint(tmp_path, capsys, monkeypatch):
     assert (
         f"latest checkpoint: {tmp_path}/step_5" in printed and "no complete checkpoint" in printed
     )
+
+
+def test_a_disk_that_is_away_is_waited_for(tmp_path, monkeypatch, capsys):
+    """Often it is what ended the ranks: the folders of logs and checkpoints fail, too."""
+    context, attempts, away = three_nodes(tmp_path, (1, 1, 1)), [], [0]
+    monkeypatch.setattr(launcher, "find_latest_valid", lambda *_, **__: fail_or(None))
+    create = launcher.create_log_dir
+    monkeypatch.setattr(launcher, "create_log_dir", lambda folder: fail_or(create(folder)))
+
+    def fail_or(value):
+        if away[0] > 0:
+            away[0] -= 1
+            raise UserError("a readable checkpoint", "Stale file handle", "mount the disk again")
+        return value
+
+    class Fails:
+        def __init__(self, context, train_args, log_dir, grace, heartbeat_timeout):
+            attempts.append(log_dir)
+
+        def run(self):
+            away[0] = 3  # the outcome, and the storage of two attempts
+            return Outcome(1, "rank 3 ended first")
+
+    pauses = replace_parts(context, monkeypatch, Fails)
+    args = argparse.Namespace(
+        config_name="tiny",
+        config=None,
+        deepspeed_config=None,
+        overrides=[],
+        retries=4,
+        elastic=False,
+        grace=1.0,
+        heartbeat_timeout=60.0,
+        strict=False,
+        script=None,
+        log_dir=None,
+    )
+    assert launcher.launch(args) == 1
+    # Each attempt of ranks is followed by one that finds no disk, and one pause more.
+    assert len(attempts) == 2 and pauses == [10, 30, 60, 60]
+    printed = capsys.readouterr().err
+    assert "latest checkpoint: cannot be read now" in printed
+    assert printed.count("no attempt is possible yet") == 3
 
 
 @pytest.mark.parametrize("resume", [["training.resume=/runs/old/latest"], []])

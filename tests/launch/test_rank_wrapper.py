@@ -83,6 +83,26 @@ def test_status_last_lines_and_log_of_a_failing_rank(launched, tmp_path):
     assert (tmp_path / f"{state['host']}_rank0.log").read_text().count("\n") == 100
 
 
+BAR = """
+import sys, time
+for number in range(200):
+    sys.stdout.write(f"\\r{number}/200")
+    sys.stdout.flush()
+time.sleep(1000)
+"""
+
+
+def test_a_progress_bar_is_in_the_log_while_it_runs(launched, tmp_path):
+    """It ends its lines by carriage returns."""
+    id, start = launched
+    start(BAR)
+    (state,) = states(id)
+    log, deadline = tmp_path / f"{state['host']}_rank0.log", time.monotonic() + 60
+    while not (log.exists() and log.read_text().endswith("199/200")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 REPORTING = """
 import sys
 from mmldlm.distributed.failure_attribution import FailureReport, report_failed_ranks

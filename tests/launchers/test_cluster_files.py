@@ -45,7 +45,7 @@ def check_command(words, variables):
         args = parser.parse(words[2:])
         load_config(args.config_name, None, args.overrides)
         # It runs again before a run that was preempted continues, on each node by itself.
-        assert "training.resume=auto" in args.overrides and args.skip == "RES001"
+        assert "training.resume=auto" in args.overrides and args.skip == "RES001,MEM001,MEM002"
         assert args.deepspeed_config == variables["DS_CONFIG"]
     else:
         assert words[0] == "bash" and (ROOT / words[1]).is_file(), words

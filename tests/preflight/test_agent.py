@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
-from mmldlm.preflight.agent import run_with_timeout
+import psutil
+
+from mmldlm.preflight.agent import run_command, run_with_timeout
 
 
 def _raise():
@@ -48,3 +51,23 @@ def test_a_hung_probe_is_killed():
             return  # reaped already
         time.sleep(0.05)
     raise AssertionError("the hung child is still there")
+
+
+STARTS_A_SESSION = """
+import subprocess, sys, time
+child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(1000)
+"""
+
+
+def test_a_command_that_takes_too_long_ends_with_all_that_it_started():
+    """torchrun starts its workers in sessions of their own; they hold the output."""
+    started = time.monotonic()
+    result = run_command([sys.executable, "-c", STARTS_A_SESSION], {}, 3.0)
+    assert result["code"] is None and result["timeout"] and time.monotonic() - started < 60
+    try:
+        status = psutil.Process(int(result["output"])).status()
+    except psutil.NoSuchProcess:
+        return
+    assert status == psutil.STATUS_ZOMBIE, "killed, whoever reaps it"

@@ -22,6 +22,7 @@ def make_context(nodes=("a", "b", "c"), launcher="deepspeed", slots=1, **facts) 
         propagates_all=False,
         script=None,
         ssh_port=None,
+        ssh_option=[],
         hostfile="h",
         master_addr=None,
         master_port=29500,
@@ -52,7 +53,9 @@ def three_nodes(tmp_path, slots):
         master_addr=None,
         master_port=1,
         ssh_port=None,
+        ssh_option=[],
         launcher="deepspeed",
+        propagates_all=True,
         script=None,
     )
     return Context(options, nodes, config=config)

@@ -12,7 +12,12 @@ from datetime import datetime
 from pathlib import Path
 
 from mmldlm.cluster.agent import AgentPool
-from mmldlm.cluster.launcher_commands import TRAIN, torchrun_command, train_arguments
+from mmldlm.cluster.launcher_commands import (
+    TRAIN,
+    pdsh_environment,
+    torchrun_command,
+    train_arguments,
+)
 from mmldlm.preflight.agent import run_command
 from mmldlm.preflight.check import check, fail, ok, skip
 from mmldlm.preflight.checks.collectives import group_seconds
@@ -125,7 +130,7 @@ def _run_torchrun(context: Context, pool: AgentPool, script: list[str], limit: i
 
 def _run_launcher(context: Context, pool: AgentPool, script: list[str], limit: int) -> dict:
     """Run deepspeed, mpirun or srun on this machine."""
-    environment = {}
+    environment = pdsh_environment(context.options.ssh_option)
     if context.has_gpus() is False:
         environment["DS_ACCELERATOR"] = os.environ.get("DS_ACCELERATOR", "cpu")
     with tempfile.TemporaryDirectory(prefix="mmldlm_preflight_") as folder:

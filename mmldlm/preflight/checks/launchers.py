@@ -29,7 +29,7 @@ from mmldlm.cluster.env_propagation import (
     read_env_file,
     run_variables,
 )
-from mmldlm.cluster.launcher_commands import START_SECONDS
+from mmldlm.cluster.launcher_commands import START_SECONDS, pdsh_environment
 from mmldlm.preflight.agent import run_command
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.preflight.context import Context
@@ -81,7 +81,8 @@ def launcher_probe(context: Context) -> Iterator[None]:
         command = context.launcher_command(
             [print_environment.__file__, *PREFIXES], hostfile, nodes
         )
-        launch = executor.submit(run_command, command, {}, START_SECONDS)
+        environment = pdsh_environment(context.options.ssh_option)
+        launch = executor.submit(run_command, command, environment, START_SECONDS)
         yield
         try:
             result = launch.result()
