@@ -64,6 +64,12 @@ class Machine:
     ranks: int
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """What results must share to stand in one report."""
+        name = torch.cuda.get_device_name() if self.on_gpu else "CPU"
+        return {"device": name, "ranks": self.ranks, "data": self.data}
+
+    @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
@@ -289,12 +295,14 @@ class Result:
         seconds: Its wall time.
         rows: Its figures.
         error: What went wrong.
+        machine: Where it ran (`Machine.identity`).
     """
 
     verdict: str
     seconds: float
     rows: list[dict] = field(default_factory=list)
     error: str | None = None
+    machine: dict[str, Any] = field(default_factory=dict)
 
 
 def run_part(part: Part, machine: Machine, folder: Path) -> Result:
@@ -309,16 +317,19 @@ def run_part(part: Part, machine: Machine, folder: Path) -> Result:
     except Exception:  # the other parts still run
         rows, error = [], traceback.format_exc()
     seconds = time.monotonic() - started
-    return Result(FAILED if error else ENDED_WELL, round(seconds, 1), rows, error)
+    verdict = FAILED if error else ENDED_WELL
+    return Result(verdict, round(seconds, 1), rows, error, machine.identity)
 
 
-def results_of(out: Path) -> dict[str, Result]:
-    """Return the parts that have ended, by name."""
+def results_of(machine: Machine) -> dict[str, Result]:
+    """Return the parts that have ended well on this machine, by name; others run again."""
     found = {}
     for name in PARTS:
-        path = out / name / "result.json"
+        path = machine.out / name / "result.json"
         if path.exists():
-            found[name] = Result(**json.loads(path.read_text(encoding="utf-8")))
+            result = Result(**json.loads(path.read_text(encoding="utf-8")))
+            if result.verdict == ENDED_WELL and result.machine == machine.identity:
+                found[name] = result
     return found
 
 
@@ -381,7 +392,8 @@ def main() -> int:
         store = out / "store"
         data = str(store) if (store / "manifest.json").exists() else _store.make(out)
     ranks = torch.cuda.device_count() if args.device == "cuda" else 2
-    machine, results = Machine(out, str(Path(data).resolve()), args.device, ranks), results_of(out)
+    machine = Machine(out, str(Path(data).resolve()), args.device, ranks)
+    results = results_of(machine)
     for name in args.parts:
         part = PARTS[name]
         if name in results:

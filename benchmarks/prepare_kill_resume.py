@@ -112,7 +112,7 @@ def main() -> int:
             started = time.perf_counter()
             server.run(1, [*words, str(quiet)], WORKER)
             print(f"undisturbed: {time.perf_counter() - started:.0f} s", flush=True)
-            num_done, num_launches = 0, 0
+            num_done = num_launches = num_unequal = 0
             while num_done < num_kills and num_launches < 3 * num_kills:
                 ranks = rng.randint(1, MAX_RANKS)
                 outcome, was_killed = start_and_kill(
@@ -122,10 +122,12 @@ def main() -> int:
                 print(f"launch {num_launches:2}, {ranks} rank(s): {outcome}", flush=True)
                 if not was_killed and killed.exists():
                     # Complete before all kills: start from scratch.
-                    compare(quiet, killed)
+                    num_unequal += len(compare(quiet, killed))
                     shutil.rmtree(killed)
+                elif not was_killed:
+                    num_unequal += 1  # it ended by itself, without a store
             server.run(MAX_RANKS, [*words, str(killed)], WORKER)
-        num_unequal, num_files = len(compare(quiet, killed)), len(tree(quiet))
+            num_unequal, num_files = num_unequal + len(compare(quiet, killed)), len(tree(quiet))
     print(f"{num_files} files, {num_unequal} differ")
     claims = [_report.claim("stores_unequal", num_unequal + (num_kills - num_done), "<=", 0)]
     return _report.write(

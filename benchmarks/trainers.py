@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 import sys
 import tempfile
@@ -238,9 +239,11 @@ def measure(
 
 
 def worst_difference(found: list[float], reference: list[float]) -> float:
-    """Return the largest relative difference of two runs' losses; infinite for other counts."""
-    if len(found) != len(reference):
-        return float("inf")
+    """Return the largest relative difference of two runs' losses; infinite for other counts, and
+    for NaN.
+    """
+    if len(found) != len(reference) or any(map(math.isnan, (*found, *reference))):
+        return math.inf
     return max(abs(a - b) / abs(b) for a, b in zip(found, reference))
 
 

@@ -127,7 +127,8 @@ def todays_recipe(overrides: tuple[str, ...] = (), seed: int = 0) -> Recipe:
 
 def run(recipe: Recipe, store: str, folder: Path, steps: int) -> Result:
     """Train a recipe for so many steps, or read the result of a finished run."""
-    run_dir = folder / recipe.folder() / f"steps_{steps}"
+    digest = hashlib.sha256(Path(store, "manifest.json").read_bytes()).hexdigest()[:8]
+    run_dir = folder / f"store-{digest}" / recipe.folder() / f"steps_{steps}"
     done = run_dir / "result.json"
     if not done.exists():
         shutil.rmtree(run_dir, ignore_errors=True)

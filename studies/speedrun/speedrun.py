@@ -25,6 +25,7 @@ does.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import subprocess
 import sys
 import tempfile
@@ -88,7 +89,7 @@ def shortest(
         if best is None:
             length = min(round(length * 1.25), longest)
         elif fails == 0:
-            length = round(length * 0.8)
+            length = min(length - 1, round(length * 0.8))
         else:
             length = (fails + best.steps) // 2
 
@@ -197,9 +198,11 @@ def main() -> int:
             if args.quick and args.out is None
             else args.out or ROOT / "runs" / "speedrun"
         )
-        folder = folder.resolve() / (Path(args.corpus).stem if args.corpus else "docstrings")
+        corpus = str(Path(args.corpus).resolve()) if args.corpus else "docstrings"
+        digest = hashlib.sha256(corpus.encode()).hexdigest()[:8]
+        folder = folder.resolve() / f"{Path(corpus).stem}-{digest}"
         if args.corpus:
-            store = prepare(str(Path(args.corpus).resolve()), folder)
+            store = prepare(corpus, folder)
         else:
             store = str(Path(args.data).resolve()) if args.data else prepare("docstrings", folder)
         claims, figures = measure(args, store, folder, "_wikipedia" if args.corpus else "")
