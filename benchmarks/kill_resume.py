@@ -77,7 +77,6 @@ class Run:
         self.overrides = overrides
         self.num_steps = 5 * num_kills + MARGIN + SAVE_FREQ
         self.run_dir = folder / engine
-        self.problems: list[str] = []
         self.in_background = True
 
     def words(self, name: str, *more: str) -> list[str]:
@@ -150,7 +149,6 @@ class Run:
         bound = SAVE_FREQ * (2 if self.in_background else 1)
         if last - saved > bound:
             problems.append(f"{last - saved} steps lost")
-        self.problems += problems
         how = "async" if self.in_background else "sync"
         line = (
             f"{self.engine:6} {how:5} rank {victim} killed at step {last:3} ({caught:8}),"

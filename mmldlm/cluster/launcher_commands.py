@@ -12,6 +12,7 @@ from mmldlm.cluster import run_decoded, run_without_signals
 from mmldlm.cluster.hostfile import Node
 from mmldlm.errors import UserError
 from mmldlm.utils.entry_point import module_command
+from mmldlm.utils.formatting import join_some
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TRAIN = str(PACKAGE / "train.py")
@@ -121,9 +122,29 @@ def torchrun_command(
 
 
 def pdsh_environment(ssh_options: Sequence[str]) -> dict[str, str]:
-    """Return the variable that gives pdsh, which DeepSpeed starts, options of ssh."""
+    """Return the variable that gives pdsh, which DeepSpeed starts, options of ssh.
+
+    Raises:
+        UserError: as of `joined_ssh_options`.
+    """
     given = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
-    return {"PDSH_SSH_ARGS_APPEND": " ".join([*ssh_options, given]).strip()} if ssh_options else {}
+    words = f"{joined_ssh_options(ssh_options)} {given}".strip()
+    return {"PDSH_SSH_ARGS_APPEND": words} if ssh_options else {}
+
+
+def joined_ssh_options(ssh_options: Sequence[str]) -> str:
+    """Return options of ssh in one word, which pdsh and mpirun split at white space.
+
+    Raises:
+        UserError: an option has white space itself.
+    """
+    if spaced := [option for option in ssh_options if option.split() != [option]]:
+        raise UserError(
+            "--ssh-option without white space for --launcher deepspeed and mpi",
+            join_some(map(repr, spaced)),
+            "write it into ~/.ssh/config, or use --launcher torchrun",
+        )
+    return " ".join(ssh_options)
 
 
 def mpi_command(
@@ -158,7 +179,7 @@ def mpi_command(
         f"MASTER_PORT={port}",
     ]
     # Of an option that is given twice, ssh takes the first.
-    agent = " ".join(["ssh", *ssh_options, "-o", "BatchMode=yes"])
+    agent = " ".join(f"ssh {joined_ssh_options(ssh_options)} -o BatchMode=yes".split())
     agent += f" -p {ssh_port}" if ssh_port else ""
     command += ["--mca", "plm_rsh_agent", agent]
     if os.geteuid() == 0:

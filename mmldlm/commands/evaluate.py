@@ -196,6 +196,12 @@ def _image_settings(suite: str, given: dict[str, Any], pretrained: Pretrained) -
         )
     if unread := unread_options(ImageSettings, given):
         raise UserError("options that an evaluation of images reads", flags(unread), "omit them")
+    modes = {"num_steps": "l2t", "presence_penalty": "l2t", "guidance": "t2l"}
+    modes["latent_steps"] = "t2l"
+    if unread := [key for key in modes if key in given and not pretrained.supports(modes[key])]:
+        raise UserError(
+            "options that are read in the modes of this model", flags(unread), "omit them"
+        )
     if "guidance" in given:
         pretrained.check_guidance(given["guidance"])
     return ImageSettings(**_read(ImageSettings, given))
@@ -205,19 +211,24 @@ def _gain_settings(given: dict[str, Any], pretrained: Pretrained) -> GainSetting
     """Return the settings for a model of texts; refuse what its task does not read."""
     task = pretrained.task
     settings = GainSettings(**_read(GainSettings, given))
-    writes_from_latents = pretrained.reads_latents and pretrained.supports("l2t")
-    if not writes_from_latents:
-        of_writing = ["sampler", "presence_penalty"]
-        if pretrained.reads_latents:
-            of_writing.append("num_steps")
-        elif settings.guidance != 1:
-            of_writing.append("guidance")
-        if unread := [key for key in of_writing if key in given]:
-            raise UserError(
-                "options that are read of a model that writes no text from an embedding",
-                flags(unread),
-                "omit them",
-            )
+    writes = pretrained.reads_latents and pretrained.supports("l2t")
+    scores = writes or not pretrained.reads_latents
+    is_read = {
+        "sampler": writes,
+        "num_steps": scores and "num_steps" in task.sampling_options,
+        "presence_penalty": writes and "presence_penalty" in task.sampling_options,
+        # Guidance 1 is what all tasks do.
+        "guidance": settings.guidance == 1
+        or (pretrained.reads_latents and "guidance" in task.sampling_options),
+        "latent_steps": "t2l" in task.samplers and pretrained.supports("t2l"),
+        "num_draws": scores and not task.exact_likelihood,
+    }
+    if unread := [key for key, reads in is_read.items() if key in given and not reads]:
+        raise UserError(
+            f"options that an evaluation of task={task.name} reads in the modes of this model",
+            flags(unread),
+            "omit them",
+        )
     if settings.sampler is not None:
         pretrained.check_kind("l2t", settings.sampler)
         not_read = task.unread_options("l2t", settings.sampler)
@@ -233,16 +244,6 @@ def _gain_settings(given: dict[str, Any], pretrained: Pretrained) -> GainSetting
             and settings.sampler not in BY_CERTAINTY
         ):
             settings = replace(settings, presence_penalty=0.0)  # as in `mmldlm sample`
-    is_read = {
-        "num_steps": "num_steps" in task.sampling_options,
-        "presence_penalty": "presence_penalty" in task.sampling_options,
-        # Guidance 1 is what all tasks do.
-        "guidance": "guidance" in task.sampling_options or settings.guidance == 1,
-        "latent_steps": "t2l" in task.samplers,
-        "num_draws": not task.exact_likelihood,
-    }
-    if unread := [key for key, reads in is_read.items() if key in given and not reads]:
-        raise UserError(f"options that task={task.name} reads", flags(unread), "omit them")
     settings.check_search(task, given)
     return settings
 

@@ -147,8 +147,10 @@ def evaluate(
     for name, control in untrained_controls(pretrained.model, settings.seed):
         say = prefixed(log, name)
         if not pretrained.reads_latents:
-            arm = replace(pretrained, model=control)
-            arms[name] |= likelihood_estimates(measure_likelihood(arm, few, None, settings, say))
+            likelihood = measure_likelihood(
+                replace(pretrained, model=control), few, None, settings, say
+            )
+            arms[name] |= likelihood_estimates(likelihood)
         elif writes:
             found = measure_l2t(pretrained, control, few, settings, say)
             arms[name] |= found.estimates

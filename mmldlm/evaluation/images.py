@@ -334,8 +334,10 @@ def copy_estimates(
     known = training.captions(rows)
     right = metrics.token_f1(known, sentences.tokens)
     shuffled = metrics.token_f1([known[row] for row in sentences.shuffled_index], sentences.tokens)
+    copy_ratio = {"copy_ratio": ratio(distances, real_distances, "made / real")}
     return {
-        "copy_ratio": ratio(distances, real_distances, "made / real"),
+        # Where all unseen images are in the training split, too, nothing can be told.
+        **(copy_ratio if real_distances.any() else {}),
         "identical_copies": proportion(distances == 0, "share"),
         "nearest_training_f1_gap": mean(right - shuffled, "share"),
     }

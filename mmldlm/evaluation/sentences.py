@@ -12,6 +12,7 @@ from mmldlm.data.store import Store, check_latents
 from mmldlm.errors import UserError
 from mmldlm.evaluation.statistics import derangement
 from mmldlm.inference.inputs import check_latent_shape
+from mmldlm.sampling.model import rows_of_latents
 from mmldlm.utils.counter_rng import Stream, generator
 from mmldlm.utils.progress import ProgressCallback
 
@@ -112,5 +113,8 @@ def spread(total: int, count: int) -> list[int]:
 
 
 def batch_budget(model: nn.Module, batch_size: int | None) -> dict[str, int]:
-    """Return `batch_tokens` of the samplers and the NELBO for batch_size texts of full length."""
-    return {} if batch_size is None else {"batch_tokens": batch_size * model.config.max_seq_len}
+    """Return `batch_tokens` of the samplers and the NELBO for batch_size texts of full length, or
+    images and their captions.
+    """
+    rows = model.config.max_seq_len + rows_of_latents(model.config)
+    return {} if batch_size is None else {"batch_tokens": batch_size * rows}

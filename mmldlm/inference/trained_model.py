@@ -26,6 +26,7 @@ from mmldlm.inference.generate import Samples, sample_text_latents
 from mmldlm.inference.inputs import encode_texts, given_texts
 from mmldlm.inference.load import load_pretrained, usable_device
 from mmldlm.inference.sample import options_of_call, plain, sample
+from mmldlm.sampling.model import rows_of_latents
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar, hidden_progress
 from mmldlm.utils.settings import Option
@@ -135,7 +136,8 @@ class TrainedModel:
         if batch_size is not None:
             batch_size = plain(batch_size)
             _BATCH_SIZE.check("batch_size", batch_size)
-            more["batch_tokens"] = batch_size * model.config.max_seq_len
+            rows = model.config.max_seq_len + rows_of_latents(model.config)
+            more["batch_tokens"] = batch_size * rows
         with _progress(show_progress_bar) as progress:
             found = sample_text_latents(self.pretrained, fitted, progress, **more).complete()
         assert found.latents is not None

@@ -270,7 +270,7 @@ class ReturnWatch:
         skipped = {id.strip().upper() for id in (options.skip or "").split(",")}
         ids = ",".join(id for id in RETURN_CHECKS if id not in skipped)
         words = ["--level", "2", "--only", ids, "--launcher", options.launcher]
-        words += ["--propagates-all"] if options.propagates_all else []
+        words.append("--propagates-all")
         words += ["--master_port", str(options.master_port)]
         if options.master_addr is not None:
             words += ["--master_addr", options.master_addr]

@@ -70,7 +70,7 @@ def launch(args: argparse.Namespace) -> int:
             _pause(failures, args.retries)
         while (storage := _open_storage(args, run_dir)) is None:
             if failures == args.retries:
-                return outcome.code
+                return EXIT_FAILED if outcome.returned else outcome.code
             failures += 1
             _pause(failures, args.retries)
         log_dir, latest = storage
@@ -96,7 +96,8 @@ def _open_storage(
     why, while the disk of either is full or away, which often is what ended the last attempt.
     """
     try:
-        return create_log_dir(_log_folder(args, run_dir)), latest_checkpoint(run_dir)
+        latest = latest_checkpoint(run_dir)
+        return create_log_dir(_log_folder(args, run_dir)), latest
     except (MmldlmError, OSError) as error:
         print_line(f"\nno attempt is possible yet: {error}", sys.stderr)
         return None

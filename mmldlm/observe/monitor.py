@@ -60,10 +60,11 @@ def assess(
     """Assess the newest `window` steps in comparison with those before them.
 
     Problems are: no step yet; neither a step nor a start or resume for `stall_seconds` (None: 20
-    usual steps, at least 2 minutes) in an unfinished run; a non-finite loss or gradient norm in an
-    applied step of the window; more than 5 % of the window skipped, or of its samples bad; a
-    median gradient norm 10 times, or loss 1.5 times, its earlier value; unreadable lines; failed
-    saves since the last successful one; an exit code other than 0 and 5.
+    usual steps, at least 2 minutes) in an unfinished run, or ten times that behind its last step;
+    a non-finite loss or gradient norm in an applied step of the window; more than 5 % of the
+    window skipped, or of its samples bad; a median gradient norm 10 times, or loss 1.5 times, its
+    earlier value; unreadable lines; failed saves since the last successful one; an exit code other
+    than 0 and 5.
 
     Args:
         records: Step records, at least 2 * window + 1, or all.

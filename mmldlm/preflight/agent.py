@@ -14,7 +14,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -142,8 +141,8 @@ def run_command(command: list[str], environment: dict[str, str], seconds: float)
     Raises:
         OSError: the program cannot be started.
     """
-    # A file: the end of a pipe comes when the last process that holds it ends.
-    with tempfile.TemporaryFile() as output:
+    # A file (in memory): the end of a pipe comes when the last process that holds it ends.
+    with open(os.memfd_create("output"), "w+b") as output:
         process = subprocess.Popen(
             command,
             env={**os.environ, **environment},

@@ -437,5 +437,16 @@ def test_a_fault_gives_exit_code_1_and_strict_json(store, tmp_path, monkeypatch)
     )
 
 
+def test_a_mixture_of_one_mode_is_no_fault(store):
+    """Its other head is trained by weight decay alone, of which a start warns."""
+    words = ["training.loss_type_weights={l2t: 1}", "training.freeze=none"]
+    found = examined(store, *words, overfit_steps=2)
+    assert failed(found) == {}
+    (warning,) = found.task.warnings(found.config)
+    assert "training.loss_type=l2t training.loss_type_weights=null" in warning
+    both = load_config("tiny", None, ["training.loss_type_weights={unconditional: 1}"])
+    assert found.task.warnings(both) == []
+
+
 if __name__ == "__main__":
     main(*sys.argv[1:])

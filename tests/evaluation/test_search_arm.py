@@ -94,7 +94,7 @@ def test_unusable_requests_are_refused():
 )
 def test_what_no_text_is_written_with_is_refused(reads, mode, given, unread):
     model = {"task": find_task("translation"), "reads_latents": reads, "supports": mode.__eq__}
-    with pytest.raises(UserError, match="writes no text from an embedding") as caught:
+    with pytest.raises(UserError, match="in the modes of this model") as caught:
         _gain_settings(given, SimpleNamespace(**model))
     assert unread in str(caught.value)
 

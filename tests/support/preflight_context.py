@@ -55,7 +55,6 @@ def three_nodes(tmp_path, slots):
         ssh_port=None,
         ssh_option=[],
         launcher="deepspeed",
-        propagates_all=True,
         script=None,
     )
     return Context(options, nodes, config=config)

@@ -32,6 +32,7 @@ from mmldlm.tasks.translation.data import TranslationData, open_data
 from mmldlm.tasks.translation.noiser import Noiser, TranslationBatch
 from mmldlm.tasks.translation.objective import TranslationObjective
 from mmldlm.tasks.translation.parameter_plan import (
+    UNREAD_MODULES,
     decided_freeze,
     parameter_plan,
     random_projection,
@@ -181,12 +182,12 @@ class TranslationTask(MaskedTextTask):
         training = config.training
         frozen = random_projection(training.loss_type, training.freeze, training.init_from)
         found = [] if frozen is None else [frozen]
-        if training.loss_type != training.trained_mode:
-            mode = training.trained_mode
+        mode = training.trained_mode
+        if training.loss_type != mode and UNREAD_MODULES[mode]:
             found.append(
-                "training.loss_type_weights with one mode alone: weight decay moves heads that no"
-                f" loss reads. training.loss_type={mode} training.loss_type_weights=null freezes"
-                " them"
+                "training.loss_type_weights with one mode alone freezes nothing, and weight decay"
+                f" moves heads that no loss reads: training.loss_type={mode}"
+                " training.loss_type_weights=null freezes what that mode freezes"
             )
         return found
 
@@ -356,10 +357,11 @@ class TranslationTask(MaskedTextTask):
         gives a zero gradient.
 
         In the last block the stream that no head of the mode reads still gives keys and values to
-        the other stream; the rest of it changes nothing. A learned null waits for a sample whose
-        condition was dropped.
+        the other stream; the rest of it changes nothing, as such a head. A learned null waits for
+        a sample whose condition was dropped.
         """
-        stream = {"l2t": "latent", "t2l": "text"}.get(config.training.trained_mode)
+        mode = config.training.trained_mode
+        stream = {"l2t": "latent", "t2l": "text"}.get(mode)
         last = f"blocks.{len(model.blocks) - 1}"
         unread = (
             [f"{last}.{layer}.weight[{stream}]" for layer in ("to_out", "mlp_in", "mlp_out")]
@@ -368,7 +370,7 @@ class TranslationTask(MaskedTextTask):
         )
         is_null = {"text": batch.text_is_null, "latent": batch.latent_is_null}
         nulls = [f"{side}_encoder.null_" for side, rows in is_null.items() if not bool(rows.any())]
-        return (*unread, *nulls)
+        return (*UNREAD_MODULES[mode], *unread, *nulls)
 
     def check_batch(self, data: TranslationData, batch: TranslationBatch) -> list[str]:
         timesteps = {
