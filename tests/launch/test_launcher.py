@@ -139,6 +139,23 @@ def replace_parts(context, monkeypatch, watcher):
     return pauses
 
 
+def _arguments(retries, overrides=()):
+    """What `mmldlm launch tiny --retries N` gives the launcher."""
+    return argparse.Namespace(
+        config_name="tiny",
+        config=None,
+        deepspeed_config=None,
+        overrides=list(overrides),
+        retries=retries,
+        elastic=False,
+        grace=1.0,
+        heartbeat_timeout=60.0,
+        strict=False,
+        script=None,
+        log_dir=None,
+    )
+
+
 @pytest.mark.parametrize(
     ("name", "interrupted", "attempts"),
     [
@@ -161,19 +178,7 @@ def test_a_foreign_signal_is_a_fault_that_is_retried(
             return Outcome(5, "rank 1 ended first", interrupted=interrupted)
 
     replace_parts(context, monkeypatch, Ends)
-    args = argparse.Namespace(
-        config_name="tiny",
-        config=None,
-        deepspeed_config=None,
-        overrides=[],
-        retries=2,
-        elastic=False,
-        grace=1.0,
-        heartbeat_timeout=60.0,
-        strict=False,
-        script=None,
-        log_dir=None,
-    )
+    args = _arguments(retries=2)
     assert launcher.launch(args) == 5
     # Attempts of one second have logs of their own.
     assert len(set(seen)) == len(seen) == attempts and all(path.is_dir() for path in seen)
@@ -257,19 +262,7 @@ def test_a_disk_that_is_away_is_waited_for(tmp_path, monkeypatch, capsys):
             return Outcome(1, "rank 3 ended first")
 
     pauses = replace_parts(context, monkeypatch, Fails)
-    args = argparse.Namespace(
-        config_name="tiny",
-        config=None,
-        deepspeed_config=None,
-        overrides=[],
-        retries=4,
-        elastic=False,
-        grace=1.0,
-        heartbeat_timeout=60.0,
-        strict=False,
-        script=None,
-        log_dir=None,
-    )
+    args = _arguments(retries=4)
     assert launcher.launch(args) == 1
     # Each attempt of ranks is followed by one that finds no disk, and one pause more.
     assert len(attempts) == 2 and pauses == [10, 30, 60, 60]
@@ -306,19 +299,7 @@ def test_a_retry_resumes_only_what_this_launch_has_saved(tmp_path, monkeypatch, 
     if resume:
         save(6)  # of an earlier run, which the explicit resume leaves aside
     given = ["--config-name", "tiny", "logging.run_name=run", *resume]
-    args = argparse.Namespace(
-        config_name="tiny",
-        config=None,
-        deepspeed_config=None,
-        overrides=given[2:],
-        retries=3,
-        elastic=False,
-        grace=1.0,
-        heartbeat_timeout=60.0,
-        strict=False,
-        script=None,
-        log_dir=None,
-    )
+    args = _arguments(retries=3, overrides=given[2:])
     assert launcher.launch(args) == 1
     auto = [*given, "training.resume=auto"]
     assert seen[:3] == [given, given, auto] and pauses == [10, 30, 60]
