@@ -1,11 +1,10 @@
-"""The manifest of a store: types and ranges of the entries that are used, and hints for finding or
-rebuilding a store.
+"""The manifest of a store: types and ranges of the entries that are used, and the advice for a
+missing or damaged store.
 """
 
 from __future__ import annotations
 
 import shlex
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,15 +12,12 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 
 from mmldlm.data.encoders.specs import EncoderIdentity
 from mmldlm.data.writers import MAX_IMAGE_SIZE, MAX_LATENT_DIM, MAX_LATENTS
-from mmldlm.utils.formatting import join_some
 from mmldlm.utils.paths import path_inside
 from mmldlm.utils.validation import find_problems
 
 # Far above every known tokenizer: a model has one row per id.
 MAX_VOCAB_SIZE = 1 << 24
 MANIFEST = "manifest.json"
-MAX_EXAMINED, MAX_NAMED = 1000, 5
-_PATHS_NOT_RECORDED = "(the store records only the names of files and folders: give their paths)"
 
 
 class _File(BaseModel):
@@ -193,68 +189,16 @@ def sample_checksums(manifest: dict[str, Any]) -> dict[str, str]:
     return {name: manifest["files"][name]["sha256"] for name in names}
 
 
-def rebuild_hint(root: Path, manifest: Any = None) -> str:
-    """Return the advice for a damaged store, with the corpus and options of its manifest if it is
-    readable.
-    """
-    return f"copy the store again, or rebuild it with: {_command(root, manifest)}"
-
-
-def _command(root: Path, manifest: Any) -> str:
-    """Return the command that made the store; a bare `prepare --force` would replace it with the
-    default corpus.
-    """
-    from mmldlm.data.prepare.options import ImageOptions, PrepareOptions, to_arguments
-
-    target = shlex.join(["--force", "--output-dir", str(root)])
-    entries = manifest if isinstance(manifest, dict) else {}
-    options, corpus = entries.get("options"), entries.get("corpus")
-    source = str(corpus.get("source", "")) if isinstance(corpus, dict) else ""
-    if source.startswith("files:"):
-        return (
-            f"mmldlm pack {shlex.quote(source.removeprefix('files:'))} {target}"
-            f" {_PATHS_NOT_RECORDED}"
-        )
-    if not isinstance(options, dict) or not (options.get("corpus") or options.get("datasets")):
-        return f"mmldlm prepare CORPUS {target} (with the CORPUS and options that made it)"
-    of_images = entries.get("kind") == "image"
-    kind = ImageOptions if of_images else PrepareOptions
-    names = kind.__dataclass_fields__
-    original = kind(str(root), **{key: value for key, value in options.items() if key in names})
-    args = [arg for arg in to_arguments(original) if not arg.startswith("--output-dir")]
-    datasets = None if of_images else original.datasets
-    if not datasets and args[:1] != [original.corpus]:
-        # to_arguments omits the default corpus; the reader should see it.
-        args.insert(0, original.corpus)
-    needs_paths = (
-        original.corpus != names["corpus"].default or datasets or original.validation_corpus
+def rebuild_hint(root: Path) -> str:
+    """Return the advice for a damaged store."""
+    command = shlex.join(["mmldlm", "prepare", "CORPUS", "--force", "--output-dir", str(root)])
+    return (
+        f"copy the store again, or rebuild it with: {command} (with the CORPUS and options that"
+        " made it; mmldlm pack for one that was packed)"
     )
-    note = _PATHS_NOT_RECORDED if needs_paths else ""
-    return " ".join(filter(None, [f"mmldlm prepare {shlex.join(args)}", target, note]))
 
 
-def find_store_hint(root: Path) -> str:
-    """Return the advice for a missing store: the stores directly below the path or next to it."""
-    stores = _stores_in(root) or _stores_in(root.parent, except_for=root)
-    named = join_some(stores, limit=MAX_NAMED)
-    near = (
-        f" (there {'is a store' if len(stores) == 1 else 'are stores'} at {named})"
-        if stores
-        else ""
-    )
+def missing_store_hint(root: Path) -> str:
+    """Return the advice for a missing store."""
     make = shlex.join(["mmldlm", "prepare", "CORPUS", "--output-dir", str(root)])
-    return f"check the path{near}, or make a store there with: {make}"
-
-
-def _stores_in(folder: Path, except_for: Path | None = None) -> list[Path]:
-    try:
-        inside = list(islice(folder.iterdir(), MAX_EXAMINED))
-        return sorted(
-            path
-            for path in inside
-            if path != except_for
-            and (path / MANIFEST).is_file()
-            and ((path / "train").is_dir() or (path / "validation").is_dir())
-        )
-    except OSError:
-        return []
+    return f"check the path, or make a store there with: {make}"

@@ -35,7 +35,7 @@ import numpy as np
 from mmldlm.data.arrays import map_array
 from mmldlm.data.encoders.model_files import read_tokenizer
 from mmldlm.data.lengths import Lengths
-from mmldlm.data.manifest import MANIFEST, find_manifest_problems, find_store_hint, rebuild_hint
+from mmldlm.data.manifest import MANIFEST, find_manifest_problems, missing_store_hint, rebuild_hint
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.formatting import join_some
@@ -89,28 +89,28 @@ def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
     expected = f"a store made by 'mmldlm prepare' at {root}"
     if not root.is_dir():
         raise UserError(
-            expected, "a file" if root.exists() else "nothing there", find_store_hint(root)
+            expected, "a file" if root.exists() else "nothing there", missing_store_hint(root)
         )
     path = root / MANIFEST
     if not path.is_file():
         found = "an empty folder" if not any(root.iterdir()) else f"a folder without {MANIFEST}"
         is_files = any((root / name).exists() for name in ("train_data.json", "latents"))
         raise UserError(
-            expected, found, _PACK.format(root=root) if is_files else find_store_hint(root)
+            expected, found, _PACK.format(root=root) if is_files else missing_store_hint(root)
         )
     manifest = read_json(path, rebuild_hint(root))
     kind = manifest.get("format")
     if kind != FORMAT:
-        fix = _PACK.format(root=root) if kind == "mmldlm-files" else find_store_hint(root)
+        fix = _PACK.format(root=root) if kind == "mmldlm-files" else missing_store_hint(root)
         raise UserError(expected, f"{MANIFEST} of format {kind!r}", fix)
     if manifest.get("version") != VERSION:
         raise UserError(
             f"a store of version {VERSION} at {root}",
             f"version {manifest.get('version')!r}",
-            f"use the mmldlm that wrote it; else {rebuild_hint(root, manifest)}",
+            f"use the mmldlm that wrote it; else {rebuild_hint(root)}",
         )
     if problems := find_manifest_problems(manifest):
-        raise UserError(expected, f"{MANIFEST}: {problems}", rebuild_hint(root, manifest))
+        raise UserError(expected, f"{MANIFEST}: {problems}", rebuild_hint(root))
     return manifest
 
 
@@ -141,16 +141,16 @@ def check_files(
             continue
         expected = f"{root / name} of {entry['bytes']} bytes (as in its manifest)"
         if not (root / name).is_file():
-            raise UserError(expected, "the file is missing", rebuild_hint(root, manifest))
+            raise UserError(expected, "the file is missing", rebuild_hint(root))
         size = (root / name).stat().st_size
         if size != entry["bytes"]:
             kind = "truncated" if size < entry["bytes"] else "too long"
-            raise UserError(expected, f"{size} bytes ({kind})", rebuild_hint(root, manifest))
+            raise UserError(expected, f"{size} bytes ({kind})", rebuild_hint(root))
         if level == "checksums" and sha256_of(root / name) != entry["sha256"]:
             raise UserError(
                 f"{root / name} with the SHA-256 of its manifest",
                 "other content",
-                rebuild_hint(root, manifest),
+                rebuild_hint(root),
             )
 
 
@@ -230,13 +230,13 @@ def load_tokenizer(root: str | os.PathLike):
     manifest = read_manifest(root)
     check_files(root, manifest, "checksums", prefix=TOKENIZER_FOLDER + "/")
     folder = Path(root, TOKENIZER_FOLDER)
-    tokenizer = read_tokenizer(folder, f"a tokenizer in {folder}", rebuild_hint(root, manifest))
+    tokenizer = read_tokenizer(folder, f"a tokenizer in {folder}", rebuild_hint(root))
     for kind in ("mask_token_id", "pad_token_id", "eos_token_id"):
         if getattr(tokenizer, kind) != manifest["tokenizer"][kind]:
             raise UserError(
                 f"{kind} {manifest['tokenizer'][kind]} in {folder} (as in the manifest)",
                 str(getattr(tokenizer, kind)),
-                rebuild_hint(root, manifest),
+                rebuild_hint(root),
             )
     return tokenizer
 
@@ -355,7 +355,7 @@ class Store(BaseStore):
         return array
 
     def _damaged(self, expected: str, found: str) -> UserError:
-        return UserError(expected, found, rebuild_hint(self.root, self.manifest))
+        return UserError(expected, found, rebuild_hint(self.root))
 
     def _stored_lengths(self) -> np.ndarray:
         """Return the mapped lengths.npy, uint16 [N]; of a store without one those that its offsets
