@@ -156,10 +156,20 @@ class _Damage(ValueError):
     pass
 
 
-class _BoundedHeader(tarfile.TarInfo):
-    """A header whose numbers are held against sane bounds before anything is read or skipped by
-    them.
+class _CheckedHeader(tarfile.TarInfo):
+    """A header of which damage is an error, and whose numbers are held against sane bounds before
+    anything is read or skipped by them.
     """
+
+    @classmethod
+    def fromtarfile(cls, archive):
+        try:
+            return super().fromtarfile(archive)
+        except (tarfile.EOFHeaderError, tarfile.EmptyHeaderError):
+            # Zeros behind an archive, and the end of the file.
+            raise
+        except tarfile.HeaderError as error:
+            raise _Damage(f"damaged archive: {error}") from None
 
     @classmethod
     def frombuf(cls, buf, encoding, errors):
@@ -177,49 +187,22 @@ def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     Raises:
         _Damage: it is not an archive, or it ends before its end.
     """
-    size, start = os.fstat(file.fileno()).st_size, 0
-    while True:
-        file.seek(start)
-        try:
-            with tarfile.open(fileobj=file, mode="r:", tarinfo=_BoundedHeader) as archive:
-                offset = start
-                for member in archive:
-                    stored = member.isreg() and not member.issparse()
-                    if stored and not 0 <= member.size <= size - member.offset_data:
-                        raise _Damage("damaged archive: unexpected end of data")
-                    if archive.offset <= offset:
-                        raise _Damage(
-                            f"damaged archive: a size that leads back, at byte {offset:,}"
-                        )
-                    offset = archive.offset
-                    yield member
-                end = archive.offset
-        except _Damage:
-            raise
-        except (tarfile.TarError, EOFError, ValueError, OverflowError, IndexError) as error:
-            raise _Damage(f"damaged archive: {first_line(error)}") from None
-        if end > size:
-            raise _Damage("damaged archive: unexpected end of data")
-        following = _skip_zeros(file, end)
-        if following is None:
-            return
-        if following == end:
-            # tarfile takes a damaged header for the end of the archive.
-            raise _Damage(f"damaged archive: no header at byte {following:,}")
-        start = following
-
-
-def _skip_zeros(file: BinaryIO, start: int) -> int | None:
-    """Return the first byte from `start` on of a block that is not zeros; None at the end of the
-    file.
-    """
-    file.seek(start)
-    while block := file.read(1 << 20):
-        if rest := block.lstrip(b"\0"):
-            skipped = len(block) - len(rest)
-            return start + skipped - (skipped + start) % tarfile.BLOCKSIZE
-        start += len(block)
-    return None
+    size = os.fstat(file.fileno()).st_size
+    try:
+        with tarfile.open(
+            fileobj=file, mode="r:", tarinfo=_CheckedHeader, ignore_zeros=True
+        ) as archive:
+            for member in archive:
+                # Attributes before a member (PAX) may give it another size than its header.
+                is_stored = member.isreg() and not member.issparse()
+                is_cut = is_stored and member.size > size - member.offset_data
+                if member.size < 0 or is_cut:
+                    raise _Damage("damaged archive: unexpected end of data")
+                yield member
+    except _Damage:
+        raise
+    except (tarfile.TarError, EOFError, ValueError, OverflowError, IndexError) as error:
+        raise _Damage(f"damaged archive: {first_line(error)}") from None
 
 
 def _add(

@@ -97,7 +97,7 @@ def test_damage_is_named_and_the_rest_is_kept(shards):
         content[:header] + b"\xff" * tarfile.BLOCKSIZE + content[header + tarfile.BLOCKSIZE :]
     )
     for broken, reason in (
-        (damaged, "no header"),
+        (damaged, "bad checksum"),
         (content[: header + 700], "unexpected end of data"),
     ):
         (shards / "00000.tar").write_bytes(broken)
