@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import re
+import textwrap
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,8 +31,8 @@ _DEEP_WHITE = 65535
 # TIFF tags: SMaxSampleValue, MaxSampleValue, BitsPerSample.
 _DECLARED = (341, 281, 258)
 _DIRECT = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
-# Pixels: least width of a cell, its margin, a line of text, its letters.
-_CELL, _GAP, _LINE, _FONT = (96, 8, 13, 11)
+# Pixels: least width of a cell, its margin, a line of text, height and width of its letters.
+_CELL, _GAP, _LINE, _FONT, _LETTER = (96, 8, 13, 11, 7)
 _MAX_LINES = 3
 
 
@@ -243,7 +244,7 @@ def contact_sheet(
 
     Args:
         images: Images, uint8 [N, H, W, C] with C of 1 or 3.
-        captions: N texts; what does not fit into three lines is cut.
+        captions: N texts, of which three lines are shown.
         path: PNG file, written atomically.
         columns: Images per row (default: about a square sheet).
     """
@@ -262,7 +263,10 @@ def contact_sheet(
         left, top = _GAP + cell % columns * width, _GAP + cell // columns * height
         picture = Image.fromarray(np.squeeze(image, -1) if image.shape[-1] == 1 else image)
         sheet.paste(picture.resize(side[::-1], Image.Resampling.NEAREST), (left, top))
-        for line, text in enumerate(_lines(caption, font, side[1])):
+        lines = textwrap.wrap(
+            caption, side[1] // _LETTER, max_lines=_MAX_LINES, placeholder="\u2026"
+        )
+        for line, text in enumerate(lines):
             draw.text((left, top + side[0] + 1 + line * _LINE), text, fill=(20, 20, 20), font=font)
     with atomic_file(Path(path)) as file:
         sheet.save(file, format="PNG")
@@ -271,21 +275,3 @@ def contact_sheet(
 def _font() -> ImageFont.FreeTypeFont:
     path = Path(import_matplotlib().get_data_path(), "fonts", "ttf", "DejaVuSans.ttf")
     return ImageFont.truetype(str(path), _FONT)  # Pillow 10.1 takes no Path
-
-
-def _lines(caption: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    """Break a caption at spaces into lines of at most `width` pixels; words that are too long are
-    cut.
-    """
-    lines: list[str] = []
-    for word in caption.split()[:64]:
-        joined = f"{lines[-1]} {word}" if lines else word
-        if lines and font.getlength(joined) <= width:
-            lines[-1] = joined
-        else:
-            lines.append(word[:64])
-    while any(font.getlength(line) > width for line in lines):
-        lines = [line if font.getlength(line) <= width else line[:-1] for line in lines]
-    if len(lines) > _MAX_LINES:
-        lines = [*lines[: _MAX_LINES - 1], f"{lines[_MAX_LINES - 1][:-1]}\u2026"]
-    return lines
