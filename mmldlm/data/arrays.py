@@ -24,8 +24,6 @@ from mmldlm.utils.formatting import join_some, printable
 from mmldlm.utils.input_files import NotRegularFileError, open_regular
 from mmldlm.utils.resources import require_memory
 
-# The limit of one uncompressed array: the tokens of one sample need far less.
-MAX_NPZ_BYTES = 64 << 20
 # What zipfile raises for damaged archives, and for those of other programs.
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
@@ -63,26 +61,6 @@ def map_array(path: Path) -> np.ndarray:
     return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
 
 
-def read_small_npz(path: Path, *names: str) -> list[np.ndarray]:
-    """Read the named arrays of a small .npz file.
-
-    Raises:
-        UnreadableArrayError: not a .npz file, or an array is missing, damaged or too large.
-        OSError: not a regular file.
-    """
-    with open_regular(path) as file:
-        try:
-            with zipfile.ZipFile(file) as archive:
-                for name in names:
-                    if (size := archive.getinfo(f"{name}.npy").file_size) > MAX_NPZ_BYTES:
-                        raise UnreadableArrayError(f"{name}.npy of {size} bytes")
-                return [_read_member(archive, name) for name in names]
-        except _ZIP_ERRORS as error:
-            raise UnreadableArrayError(
-                f"not a .npz file with {', '.join(names)}: {error}"
-            ) from error
-
-
 def read_npz_array(path: Path, name: str | None = None) -> np.ndarray:
     """Read one array of a .npz file of any size that fits into memory.
 
@@ -104,18 +82,13 @@ def read_npz_array(path: Path, name: str | None = None) -> np.ndarray:
                         f"arrays {join_some(map(printable, names)) or 'none'}, of which"
                         f" --latents-field names {'none' if name is None else repr(name)}"
                     )
-                size = archive.getinfo(f"{chosen}.npy").file_size
+                member = archive.getinfo(f"{chosen}.npy")
                 fix = "save it as .npy, which is mapped"
-                require_memory(size, f"the array {chosen} in {path}", fix)
-                return _read_member(archive, chosen)
+                require_memory(member.file_size, f"the array {chosen} in {path}", fix)
+                with archive.open(member) as stream:
+                    return _load(stream, member.file_size)
         except _ZIP_ERRORS as error:
             raise UnreadableArrayError(f"not a .npz file: {error}") from error
-
-
-def _read_member(archive: zipfile.ZipFile, name: str) -> np.ndarray:
-    member = archive.getinfo(f"{name}.npy")
-    with archive.open(member) as stream:
-        return _load(stream, member.file_size)
 
 
 def _read_header(file: IO[bytes], size: int) -> None:
@@ -193,7 +166,7 @@ class NpyWriter:
 
     def __init__(self, path: Path, dtype, row: Sequence[int] = ()):
         self.path, self.dtype, self.row, self.num_rows = path, np.dtype(dtype), tuple(row), 0
-        self._file = open(path, "w+b")
+        self._file = open(path, "wb")
         self._file.write(self._header())
 
     def _header(self) -> bytes:
@@ -214,11 +187,8 @@ class NpyWriter:
 
     def close(self) -> None:
         """Write the number of rows and sync the file."""
-        header = self._header()
         self._file.seek(0)
-        assert len(self._file.read(len(header))) == len(header)
-        self._file.seek(0)
-        self._file.write(header)
+        self._file.write(self._header())
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from mmldlm.data.arrays import read_small_npz
+from mmldlm.data.arrays import read_npz_array
 from mmldlm.data.encoders.model_files import save_tokenizer
 from mmldlm.data.encoders.specs import ENCODERS, UNKNOWN_ENCODER
 from mmldlm.data.folder_layouts import SampleFiles, find_samples
@@ -108,18 +108,11 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
     chosen = _choose(usable, options, counts)
     for split, rows in chosen.items():
         if len(rows) < 2:
-            fix = "check what was dropped"
-            if options.validation_samples is not None:
-                fix += f", and --validation-samples {options.validation_samples}"
-            if options.latents is None:
-                fix += (
-                    "; texts and latents in one file each are packed with mmldlm pack TEXTS"
-                    " --latents FILE"
-                )
             raise UserError(
                 f"at least 2 usable samples for the {split} split in {source}",
                 f"{len(rows)} ({describe_counts(counts)})",
-                fix,
+                "check what was dropped, and --validation-samples; texts and latents in one file"
+                " each are packed with mmldlm pack TEXTS --latents FILE",
             )
     partial = root.with_name(f"{root.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
@@ -395,7 +388,7 @@ class _Reader:
             UserError: ids of another tokenizer.
             ValueError, OSError: not a file of tokens.
         """
-        ids, mask = map(np.ravel, read_small_npz(path, "input_ids", "attention_mask"))
+        ids, mask = (read_npz_array(path, key).ravel() for key in ("input_ids", "attention_mask"))
         is_valid = ids.dtype.kind in "iu" and mask.dtype.kind in "biu" and ids.shape == mask.shape
         if not is_valid:
             raise ValueError("input_ids and attention_mask that do not fit")
