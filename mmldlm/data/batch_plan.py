@@ -268,7 +268,8 @@ class BatchPlan:
         ids = self.order.ids(positions, epoch)
         batches = []
         for part in self.order.parts(ids):
-            batches += self._cut(self._by_length(part))
+            # By length; of one length by id.
+            batches += self._cut(part[np.lexsort((part, self.lengths[part]))])
         if not self.shuffle or len(batches) == 1:
             return batches
         # A short batch stays last, so that every other step of the epoch has the full batch size.
@@ -277,15 +278,6 @@ class BatchPlan:
             np.arange(len(batches)), len(batches), self.seed + 0x5EED, epoch * 1_000_003 + window
         )
         return [batches[i] for i in order] + ([short] if short is not None else [])
-
-    def _by_length(self, ids: np.ndarray) -> np.ndarray:
-        """Return the ids of a window sorted by length, those of one length by id."""
-        # One column is sorted eight times as fast as two.
-        lengths, bits = self.lengths[ids].astype(np.int64), len(self.lengths).bit_length()
-        assert int(lengths.max()) < 1 << (63 - bits)
-        keys = (lengths << bits) | ids
-        keys.sort()
-        return keys & ((1 << bits) - 1)
 
     def _cut(self, ids: np.ndarray) -> list[np.ndarray]:
         return [

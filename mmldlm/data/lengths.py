@@ -76,20 +76,15 @@ class Lengths:
 
     def max(self) -> int:
         """Return the largest length; of no sample there is none."""
-        longest = max(int(stored.max()) for stored in self._stored_blocks())
-        return int(self._as_used(np.asarray(longest)))
+        return max(int(block.max()) for block in self.blocks())
 
     def min(self) -> int:
         """Return the smallest length."""
-        shortest = min(int(stored.min()) for stored in self._stored_blocks())
-        return int(self._as_used(np.asarray(shortest)))
+        return min(int(block.min()) for block in self.blocks())
 
     def sum(self) -> int:
         """Return the number of tokens of all samples."""
-        if self._limit is not None:
-            return sum(int(block.sum(dtype=np.int64)) for block in self.blocks())
-        stored = sum(int(stored.sum(dtype=np.int64)) for stored in self._stored_blocks())
-        return stored + self._extra * len(self)
+        return sum(int(block.sum(dtype=np.int64)) for block in self.blocks())
 
     def num_cut(self) -> int:
         """Return the number of texts that are longer than the limit."""

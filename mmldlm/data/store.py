@@ -46,7 +46,7 @@ FORMAT = "mmldlm-store"
 VERSION = 1
 TOKENIZER_FOLDER = "tokenizer"
 SPLITS = ("train", "validation")
-_LENGTHS_BLOCK, _LATENT_BLOCK = 1 << 18, 4096
+_LATENT_BLOCK = 4096
 _ROWS_OF_A_CHECK = 64
 _DTYPES = {
     "text": ("uint8",),
@@ -362,25 +362,15 @@ class Store(BaseStore):
         give, int32 [N].
         """
         stored = self._numbers_of_samples("lengths", "uint16")
-        return self._lengths_by_offsets() if stored is None else stored
-
-    def _lengths_by_offsets(self) -> np.ndarray:
-        # Read in blocks, because pages of the memory map would stay in the memory of the process.
-        num, path = len(self.token_offsets) - 1, self.root / self.split / "token_offsets.npy"
-        lengths, last = np.empty(num, np.int32), 0
-        with open_regular(path) as file:
-            file.seek(-8 * num, os.SEEK_END)
-            for start in range(0, num, _LENGTHS_BLOCK):
-                offsets = np.fromfile(file, np.int64, min(_LENGTHS_BLOCK, num - start))
-                part = np.diff(offsets, prepend=last)
-                if part.min() < 0 or part.max() > np.iinfo(np.int32).max:
-                    raise self._damaged(
-                        f"ascending offsets in {path}",
-                        f"{part.min()} tokens in row {start + int(part.argmin())}",
-                    )
-                lengths[start : start + len(part)] = part
-                last = int(offsets[-1])
-        return lengths
+        if stored is not None:
+            return stored
+        lengths = np.diff(self.token_offsets)
+        if len(lengths) and not 0 <= lengths.min() <= lengths.max() <= np.iinfo(np.int32).max:
+            raise self._damaged(
+                f"ascending offsets in {self.root / self.split / 'token_offsets.npy'}",
+                f"texts of {lengths.min()} to {lengths.max()} tokens",
+            )
+        return lengths.astype(np.int32)
 
     def _check_constant_dimensions(self) -> None:
         """Check that dimensions of standard deviation 0 are constant in the first latents.
@@ -467,23 +457,21 @@ class Store(BaseStore):
             raise IndexError(
                 f"indices {rows.min()}..{rows.max()} of a split with {len(self)} samples"
             )
-        starts = self.token_offsets[rows]
-        lengths = self.token_offsets[rows + 1] - starts
+        starts, lengths = self.token_offsets[rows], self.lengths[rows]
+        stored = self.token_offsets[rows + 1] - starts
         if self._max_tokens is not None:
-            lengths = np.minimum(lengths, self._max_tokens)
-        if (wrong := lengths != self.lengths[rows]).any():
+            stored = np.minimum(stored, self._max_tokens)
+        ends = starts + lengths
+        wrong = (stored != lengths) | (starts < 0) | (ends > len(self.token_ids))
+        if wrong.any():
             at = int(wrong.argmax())
             raise self._damaged(
                 f"offsets in {self.root / self.split} that agree with its lengths.npy",
-                f"{lengths[at]} tokens in row {rows[at]}, {self.lengths[rows[at]]} in lengths.npy",
+                f"{stored[at]} tokens from {starts[at]} on in row {rows[at]}, {lengths[at]} in"
+                " lengths.npy",
             )
-        ends = np.cumsum(lengths)
-        # Gather all tokens of the batch at once: position in the batch -> position in the file.
-        positions = np.arange(int(ends[-1]) if len(ends) else 0)
-        positions += np.repeat(starts - (ends - lengths), lengths)
-        flat = self.token_ids[positions].astype(np.int64)
-        bounds = [0, *ends.tolist()]
-        return [flat[start:end] for start, end in zip(bounds, bounds[1:])]
+        bounds = zip(starts.tolist(), ends.tolist())
+        return [self.token_ids[start:end].astype(np.int64) for start, end in bounds]
 
     def latent_blocks(
         self, num_rows: int, num_blocks: int = 64
