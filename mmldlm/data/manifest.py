@@ -164,14 +164,6 @@ def find_manifest_problems(manifest: dict[str, Any]) -> str | None:
     return find_problems(_Manifest, manifest)
 
 
-def find_tokenizer_problems(identity: dict[str, Any]) -> str | None:
-    """Describe the problems of the identity of a tokenizer that a preparation has kept. Stores of
-    earlier versions may lack `unk_token_id`, which it has.
-    """
-    problems = find_problems(_Tokenizer, identity)
-    return problems or (None if "unk_token_id" in identity else "unk_token_id is missing")
-
-
 def find_codec_problems(identity: dict[str, Any]) -> str | None:
     """Describe the problems of the identity of an image codec, as the config of a model
     holds it.

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.console import Console
 
-from mmldlm.data.manifest import find_tokenizer_problems
+from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.image_source import ImageSource
 from mmldlm.data.prepare.inputs import (
     FileIdentities,
@@ -36,7 +36,6 @@ from mmldlm.data.prepare.work_dir import (
     IDENTITIES,
     QUARANTINE,
     RULES,
-    TOKENIZER_IDENTITY,
     check_output_free,
     commit,
     existing_output,
@@ -49,7 +48,7 @@ from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER, VERSION
 from mmldlm.data.writers import LatentStatistics
 from mmldlm.errors import EXIT_USAGE, UserError
 from mmldlm.utils.atomic_files import list_files, write_text
-from mmldlm.utils.json_files import read_json, to_json
+from mmldlm.utils.json_files import to_json
 from mmldlm.utils.screen import open_console
 
 # Counter by which rank 0 tells the other ranks to leave.
@@ -173,11 +172,7 @@ class _Preparation:
         quarantined = source.quarantined()
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        fix = "give --force to discard the earlier work"
-        path = self.work.folder / TOKENIZER_IDENTITY
-        tokenizer = read_json(path, fix)
-        if problem := find_tokenizer_problems(tokenizer):
-            raise UserError(f"the identity of a tokenizer in {path}", problem, fix)
+        tokenizer = tokenizers.identity(source.tokenizer, source.tokenizer_name)
         statistics = source.open_statistics()
         summaries = {
             name: self._write_split(partial, name, tokenizer, statistics)

@@ -8,7 +8,6 @@ describes (`image_source`).
 from __future__ import annotations
 
 import math
-import shutil
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sized
@@ -24,11 +23,11 @@ from mmldlm.data.prepare import tokenizer as tokenizers
 from mmldlm.data.prepare.inputs import FileIdentities
 from mmldlm.data.prepare.options import ImageOptions, PrepareOptions
 from mmldlm.data.prepare.task_queue import TaskQueue
-from mmldlm.data.prepare.work_dir import TOKENIZER_IDENTITY, WorkDir
+from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.data.store import FORMAT, TOKENIZER_FOLDER, as_float32
 from mmldlm.data.unknown_tokens import check_unknown_share, count_unknown
 from mmldlm.data.writers import Block, FilesSplit, LatentStatistics, StoreSplit
-from mmldlm.utils.atomic_files import atomic_folder, write_json
+from mmldlm.utils.atomic_files import atomic_folder
 from mmldlm.utils.input_files import LeftOut
 
 _NOTED = ("documents", "files", "files_unreadable", "truncated", "chunked", "chunks")
@@ -112,11 +111,13 @@ class Source(ABC):
         packages: Packages, besides the usual ones, on which the bytes of the store may depend.
         reports: Split -> report of its corpus; `validation` only with a corpus of its own.
         samples: Split -> its samples, set by `select`.
+        tokenizer: Tokenizer of the texts, set by `select`.
     """
 
     options: PrepareOptions | ImageOptions
     reports: Mapping[str, CorpusReport]
     samples: Mapping[str, Sized]
+    tokenizer: PreTrainedTokenizerFast
     format = FORMAT
     packages: tuple[str, ...] = ()
 
@@ -217,17 +218,14 @@ class Source(ABC):
             texts: Training texts, for a tokenizer that is made from them.
         """
         folder, options = self.work.folder / TOKENIZER_FOLDER, self.options
-        identity_path = self.work.folder / TOKENIZER_IDENTITY
-        if folder.is_dir() and identity_path.is_file():
+        if folder.is_dir():
             return
         name = self.tokenizer_name
         tokenizer = tokenizers.load(
             name, options.cache_dir, options.add_mask_token, texts, options.vocab_size
         )
-        shutil.rmtree(folder, ignore_errors=True)
         with atomic_folder(folder) as partial:
             save_tokenizer(tokenizer, partial)
-        write_json(identity_path, tokenizers.identity(tokenizer, name))
 
     def read_tokenizer(self) -> PreTrainedTokenizerFast:
         """Read the tokenizer that rank 0 saved."""

@@ -187,8 +187,6 @@ class WorkDir:
 
 
 QUARANTINE = "quarantine.jsonl"
-# Lies next to the tokenizer's folder in the work folder.
-TOKENIZER_IDENTITY = "tokenizer.json"
 
 
 def existing_output(root: Path, plan: dict[str, Any]) -> str | None:
@@ -229,12 +227,6 @@ def plan_digest(plan: dict[str, Any]) -> str:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()
-
-
-def check_readable(folder: Path, summaries: dict[str, dict[str, int]]) -> None:
-    """Assert that a finished store opens with the written number of samples."""
-    for name, summary in summaries.items():
-        assert len(Store(folder, name)) == summary["num_samples"]
 
 
 def latents_suffix(count: int) -> dict[str, int]:
@@ -335,10 +327,13 @@ def _describe_existing(root: Path, plan: dict[str, Any] | None) -> str:
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest of a finished folder, and assert that a store opens."""
+    """Write the manifest of a finished folder, and assert that a store opens with the written
+    number of samples.
+    """
     write_json(folder / MANIFEST, manifest)
     if manifest["format"] == FORMAT:
-        check_readable(folder, manifest["splits"])
+        for name, summary in manifest["splits"].items():
+            assert len(Store(folder, name)) == summary["num_samples"]
 
 
 def commit(partial: Path, root: Path, force: bool) -> None:

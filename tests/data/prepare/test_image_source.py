@@ -221,7 +221,7 @@ from mmldlm.data.prepare import fit_codec, image_source, pipeline, read, source
 stage, read.IMAGES_PER_SHARD, calls = sys.argv[1], 8, []
 places = {
     "read": (read, "write_npz"), "select": (image_source.select, "join_groups"),
-    "tokenize": (source.tokenizers, "identity"), "fit": (fit_codec, "_write"),
+    "tokenize": (source, "save_tokenizer"), "fit": (fit_codec, "_write"),
     "write": (pipeline._Preparation, "_write_split"), "committed": (pipeline, "commit"),
 }
 
