@@ -55,16 +55,19 @@ class SplitFindings:
         norms: Norms of all latents.
         lengths: Number of tokens per sample.
         statistics: Statistics of the latents; None if some are unusable.
-        images: Measurements of a store of images.
         num_unknown: Number of tokens that are [UNK].
+        pixels: Of images: sorted distinct uint64 hashes of the decoded images; of codes none,
+            which may render two images alike.
+        groups: Of images: sorted distinct groups.
     """
 
     hashes: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
     norms: np.ndarray = field(default_factory=lambda: np.empty(0))
     lengths: np.ndarray = field(default_factory=lambda: np.empty(0, np.int32))
     statistics: dict[str, Any] | None = None
-    images: ImageFindings | None = None
     num_unknown: int = 0
+    pixels: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
+    groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
 
 
 @dataclass
@@ -121,16 +124,8 @@ def examine(root: str | os.PathLike) -> StoreReport:
             continue
         findings_of[split] = _examine_split(store, checks)
     if len(findings_of) == 2:
-        train, validation = findings_of["train"], findings_of["validation"]
-        shared = len(np.intersect1d(train.hashes, validation.hashes))
-        if shared and train.images is None:
-            # Images of both splits may have the same caption.
-            checks["leakage"].append(
-                f"{shared} texts are in both train and validation: evaluation would see training"
-                " texts"
-            )
-        if train.images and validation.images:
-            checks["leakage"] += image_leaks(train.images, validation.images)
+        of_images = manifest.get("kind") == "image"
+        checks["leakage"] += find_leaks(*findings_of.values(), of_images=of_images)
     warnings = cut_warnings(manifest)
     for split, findings in findings_of.items():
         num_tokens = int(findings.lengths.sum())
@@ -198,7 +193,7 @@ def _examine_split(store: Store, checks: dict[str, list[str]]) -> SplitFindings:
     if store.kind == "image":
         with contextlib.suppress(UserError):
             # Damaged files are reported by their checksums.
-            findings.images = examine_images(store, checks)
+            examine_images(store, checks, findings)
         return findings
     if len(findings.hashes) < len(hashes) and not manifest.get("options", {}).get(
         "keep_duplicates"
@@ -319,22 +314,9 @@ def _sentence(error: UserError) -> str:
     return f"expected {error.expected}, found {error.found}"
 
 
-@dataclass
-class ImageFindings:
-    """Measurements of the images of one split.
-
-    Attributes:
-        pixels: Sorted distinct uint64 hashes of the decoded images; of codes none, which may
-            render two images alike.
-        groups: Sorted distinct groups.
-    """
-
-    pixels: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
-    groups: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-
-
-def examine_images(store: Store, checks: dict[str, list[str]]) -> ImageFindings:
-    """Check the images of one split; problems are added to `checks`.
+def examine_images(store: Store, checks: dict[str, list[str]], findings: SplitFindings) -> None:
+    """Check the images of one split; problems are added to `checks`, pixels and groups to
+    `findings`.
 
     Raises:
         UserError: the codec's files are damaged.
@@ -347,23 +329,24 @@ def examine_images(store: Store, checks: dict[str, list[str]]) -> ImageFindings:
                 check_ids(block, store.num_codes, f"{where}/latents.npy", start)
             except UserError as error:
                 checks["latents"].append(f"{_sentence(error)}; {error.fix}")
-                return ImageFindings()
+                return
         norms = np.linalg.norm(block, axis=-1)
         if not (norms <= limit).all():
             checks["latents"].append(
                 f"{where}: latents of norm {norms.max():.4g}, those of images are at most"
                 f" {limit:.4g}"
             )
-            return ImageFindings()
+            return
         # Equal images have equal latents of an autoencoder, which is not needed for this.
         images = block if codec.latents == "vae" else codec.decode(block)
         for row, image in enumerate(images, start):
             hashes[row] = hash64(image.tobytes())
-    pixels = np.unique(hashes) if store.num_codes is None else np.empty(0, np.uint64)
-    groups = store.groups
-    if groups is None:
+    if store.num_codes is None:
+        findings.pixels = np.unique(hashes)
+    if store.groups is None:
         checks["shape"].append(f"{where}: no groups.npy, expected {len(store)} of int64")
-        return ImageFindings(pixels)
+        return
+    findings.groups = np.unique(store.groups)
     captions = caption_hashes([store.text(row) for row in range(len(store))])
     repeated = len(store) - len(np.unique(np.stack([hashes, captions]), axis=1).T)
     if (
@@ -374,18 +357,23 @@ def examine_images(store: Store, checks: dict[str, list[str]]) -> ImageFindings:
         checks["duplicates"].append(
             f"{where}: {repeated} images repeat another with the same caption"
         )
-    return ImageFindings(pixels, np.unique(groups))
 
 
-def image_leaks(train: ImageFindings, validation: ImageFindings) -> list[str]:
-    """Describe what both splits share: groups, and images of the same pixels."""
-    kinds = (
-        ("groups", train.groups, validation.groups),
-        ("images of the same pixels", train.pixels, validation.pixels),
-    )
-    counts = [(name, len(np.intersect1d(left, right))) for name, left, right in kinds]
+def find_leaks(train: SplitFindings, validation: SplitFindings, of_images: bool) -> list[str]:
+    """Describe what both splits share: texts; of images, whose captions may be alike, groups and
+    pixels.
+    """
+    items = "images" if of_images else "texts"
+    if of_images:
+        kinds = {
+            "groups": (train.groups, validation.groups),
+            "images of the same pixels": (train.pixels, validation.pixels),
+        }
+    else:
+        kinds = {"texts": (train.hashes, validation.hashes)}
+    counts = {name: len(np.intersect1d(*both)) for name, both in kinds.items()}
     return [
-        f"{count} {name} are in both train and validation: evaluation would see training images"
-        for name, count in counts
+        f"{count} {name} are in both train and validation: evaluation would see training {items}"
+        for name, count in counts.items()
         if count
     ]

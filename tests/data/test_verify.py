@@ -13,7 +13,7 @@ from mmldlm.commands import verify_data
 from mmldlm.commands.verify_data import plot, write_sheet
 from mmldlm.data.manifest import MANIFEST
 from mmldlm.data.store import Store
-from mmldlm.data.verify import ImageFindings, examine, examine_images, image_leaks, verify
+from mmldlm.data.verify import SplitFindings, examine, examine_images, find_leaks, verify
 from mmldlm.data.writers import StoreSplit
 from mmldlm.utils.atomic_files import list_files, sha256_of
 
@@ -115,23 +115,21 @@ def checks() -> dict[str, list[str]]:
 
 
 def test_leaks_are_counted_by_group_and_by_pixels():
-    one = ImageFindings(np.array([1, 2, 3], np.uint64), np.array([5, 6]))
-    other = ImageFindings(np.array([3, 4], np.uint64), np.array([7]))
-    assert (
-        len(image_leaks(one, other)) == 1
-        and "1 images of the same pixels" in image_leaks(one, other)[0]
-    )
-    assert len(image_leaks(one, one)) == 2
-    assert image_leaks(other, ImageFindings()) == []
+    one = SplitFindings(pixels=np.array([1, 2, 3], np.uint64), groups=np.array([5, 6]))
+    other = SplitFindings(pixels=np.array([3, 4], np.uint64), groups=np.array([7]))
+    (leak,) = find_leaks(one, other, of_images=True)
+    assert "1 images of the same pixels" in leak
+    assert len(find_leaks(one, one, of_images=True)) == 2
+    assert find_leaks(other, SplitFindings(), of_images=True) == []
 
 
 def test_repeated_pairs_and_missing_groups_are_named(glyph_store, tmp_path, checks):
     root = shutil.copytree(glyph_store, tmp_path / "s")
     store = Store(root)
-    examine_images(store, checks)
+    examine_images(store, checks, SplitFindings())
     assert not any(checks.values())
     (root / "train" / "groups.npy").unlink()
-    examine_images(Store(root, verify="none"), checks)
+    examine_images(Store(root, verify="none"), checks, SplitFindings())
     assert "groups.npy" in checks["shape"][0]
 
 
