@@ -20,7 +20,6 @@ from mmldlm.data.prepare.options import (
     OVERLONG,
     ImageOptions,
     PrepareOptions,
-    to_arguments,
 )
 from mmldlm.data.writers import LAYOUTS
 from mmldlm.distributed.environment import set_rank_environment
@@ -364,7 +363,8 @@ def main(args: argparse.Namespace) -> int:
     num_procs = args.num_procs or (1 if "RANK" in os.environ else max(num_gpus, 1))
     if num_procs == 1 or "RANK" in os.environ:
         return run_rank(args)
-    ranks = module_command("mmldlm.data.prepare", *to_arguments(options))[1:]
+    # Each rank parses the words behind the verb again; it does not read --num-procs.
+    ranks = module_command("mmldlm.data.prepare", *sys.argv[2:])[1:]
     os.execv(
         sys.executable, module_command("mmldlm.launch.local_launcher", str(num_procs), *ranks)
     )

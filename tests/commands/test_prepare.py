@@ -3,35 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 
 import pytest
 
+from mmldlm import cli
 from mmldlm.commands import prepare
-from mmldlm.data.prepare import options
-from mmldlm.data.prepare.options import ImageOptions, PrepareOptions
 from mmldlm.errors import UserError
 
 
-def test_options_survive_the_way_to_the_ranks():
-    given = PrepareOptions(
-        "out",
-        "a b.jsonl",
-        latent_dim=64,
-        normalize=False,
-        keep_duplicates=True,
-        prefix="a: ",
-        max_quarantined=0.5,
-    )
-    other = PrepareOptions(
-        "out", datasets=["openwebtext", "lm1b"], encoder="e5", batch_size=256, normalize=True
-    )
-    for wanted in (given, other):
-        parser = argparse.ArgumentParser()
-        prepare.add_arguments(parser)
-        assert (
-            prepare.to_options(parser.parse_intermixed_args(options.to_arguments(wanted)))
-            == wanted
-        )
+def test_the_ranks_get_the_words_of_the_command(monkeypatch):
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
+    monkeypatch.delenv("RANK", raising=False)
+    words = ["a b.jsonl", "--output-dir", "out", "--num-procs", "2", "--prefix=a: "]
+    monkeypatch.setattr(sys, "argv", ["mmldlm", "prepare", *words])
+    assert cli.main() == 0
+    assert started[0][-len(words) :] == words and "mmldlm.data.prepare" in started[0]
 
 
 def test_mm_ldlms_flags_are_understood():
@@ -54,13 +43,6 @@ def _parse(*words):
     parser = argparse.ArgumentParser()
     prepare.add_arguments(parser)
     return prepare.to_options(parser.parse_intermixed_args([*words, "--output-dir", "out"]))
-
-
-def test_options_of_images_survive_the_way_to_the_ranks():
-    wanted = ImageOptions(
-        "out", "glyphs", latents="pca:64", faces=3, image_size=32, max_quarantined=0.2, seed=3
-    )
-    assert _parse(*options.to_arguments(wanted)) == wanted
 
 
 @pytest.mark.parametrize(

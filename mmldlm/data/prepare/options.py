@@ -1,6 +1,4 @@
-"""The options of a preparation, of texts or of images, and their form in the manifest and on the
-command line.
-"""
+"""The options of a preparation, of texts or of images, and their form in the manifest."""
 
 from __future__ import annotations
 
@@ -216,22 +214,6 @@ def _check_numbers(options: PrepareOptions | ImageOptions) -> None:
 def _flag(name: str) -> str:
     """Return the option on the command line that sets a field."""
     return f"--{name.replace('_', '-')}"
-
-
-def to_arguments(options: Any) -> list[str]:
-    """Return a command line that parses to these options, of texts or of images (a dataclass)."""
-    defaults, args = type(options)(options.output_dir), []
-    for name, value in asdict(options).items():
-        flag = _flag(name)
-        if name == "corpus" or (value == getattr(defaults, name) and name != "output_dir"):
-            continue
-        if isinstance(value, bool):
-            args.append(flag if value else flag.replace("--", "--no-", 1))
-        elif isinstance(value, list):
-            args += [flag, *value]
-        else:
-            args.append(f"{flag}={value}")
-    return args if options.corpus == DEFAULT_CORPUS else [options.corpus, *args]
 
 
 @dataclass
