@@ -19,11 +19,12 @@ from mmldlm.data import BASIS, CODEBOOK
 from mmldlm.data.codebook import Codebook, read_codec_file
 from mmldlm.data.encoders.model_files import VaeFiles, find_vae
 from mmldlm.data.images import from_patches, to_patches
-from mmldlm.data.manifest import MANIFEST, find_codec_problems
+from mmldlm.data.manifest import MANIFEST, CodecIdentity
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.counter_rng import counter_generator
 from mmldlm.utils.json_files import read_json
+from mmldlm.utils.validation import find_problems
 
 if TYPE_CHECKING:
     from mmldlm.data.encoders.vae import ImageVae
@@ -286,7 +287,7 @@ def _identity_of(source: dict[str, Any]) -> dict[str, Any]:
             key: source["files"].get(name, {}).get("sha256") for key, name in _SHA256_OF.items()
         }
         identity = {**source["image"], **shape, **checksums}
-    if problem := find_codec_problems(identity):
+    if problem := find_problems(CodecIdentity, identity):
         raise UserError(
             "a valid codec of images (image in a config.json or manifest)",
             problem,

@@ -13,7 +13,6 @@ from pydantic import BaseModel, Field, field_validator, model_validator
 from mmldlm.data.encoders.specs import EncoderIdentity
 from mmldlm.data.writers import MAX_IMAGE_SIZE, MAX_LATENT_DIM, MAX_LATENTS
 from mmldlm.utils.paths import path_inside
-from mmldlm.utils.validation import find_problems
 
 # Far above every known tokenizer: a model has one row per id.
 MAX_VOCAB_SIZE = 1 << 24
@@ -86,18 +85,22 @@ class _Image(BaseModel):
     codebook: Literal["kmeans", "fsq"] | None = None
 
 
-class _Codec(_Image):
+class CodecIdentity(_Image):
+    """The identity of an image codec, as the config of a model holds it."""
+
     num_latents: int = Field(ge=1, le=MAX_LATENTS)
     latent_dim: int = Field(ge=1, le=MAX_LATENT_DIM)
 
     @model_validator(mode="after")
-    def _has_whole_patches(self) -> _Codec:
+    def _has_whole_patches(self) -> CodecIdentity:
         if self.size % self.patch:
             raise ValueError(f"patches of {self.patch} in images of {self.size}")
         return self
 
 
-class _Manifest(BaseModel):
+class Manifest(BaseModel):
+    """The entries of a manifest that are used; others are ignored."""
+
     kind: Literal["text", "image"] = "text"
     image: _Image | None = None
     latent_dim: int = Field(ge=1, le=MAX_LATENT_DIM)
@@ -119,7 +122,7 @@ class _Manifest(BaseModel):
         return files
 
     @model_validator(mode="after")
-    def _check_image(self) -> _Manifest:
+    def _check_image(self) -> Manifest:
         if (self.kind == "image") != (self.image is not None):
             raise ValueError(
                 f"kind {self.kind} {'without' if self.image is None else 'with'} the entry image"
@@ -146,7 +149,7 @@ class _Manifest(BaseModel):
         return self
 
     @model_validator(mode="after")
-    def _check_statistics(self) -> _Manifest:
+    def _check_statistics(self) -> Manifest:
         has_codes = self.image is not None and self.image.latents == "codes"
         if has_codes != (self.latent_stats is None):
             raise ValueError(
@@ -157,18 +160,6 @@ class _Manifest(BaseModel):
         ):
             raise ValueError(f"latent_stats: {problem}")
         return self
-
-
-def find_manifest_problems(manifest: dict[str, Any]) -> str | None:
-    """Describe the problems of a manifest; None for a valid one. Unknown keys are ignored."""
-    return find_problems(_Manifest, manifest)
-
-
-def find_codec_problems(identity: dict[str, Any]) -> str | None:
-    """Describe the problems of the identity of an image codec, as the config of a model
-    holds it.
-    """
-    return find_problems(_Codec, identity)
 
 
 def sample_checksums(manifest: dict[str, Any]) -> dict[str, str]:

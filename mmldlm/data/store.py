@@ -35,12 +35,13 @@ import numpy as np
 from mmldlm.data.arrays import map_array
 from mmldlm.data.encoders.model_files import read_tokenizer
 from mmldlm.data.lengths import Lengths
-from mmldlm.data.manifest import MANIFEST, find_manifest_problems, missing_store_hint, rebuild_hint
+from mmldlm.data.manifest import MANIFEST, Manifest, missing_store_hint, rebuild_hint
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import open_regular
 from mmldlm.utils.json_files import read_json
+from mmldlm.utils.validation import find_problems
 
 FORMAT = "mmldlm-store"
 VERSION = 1
@@ -109,7 +110,7 @@ def read_manifest(root: str | os.PathLike) -> dict[str, Any]:
             f"version {manifest.get('version')!r}",
             f"use the mmldlm that wrote it; else {rebuild_hint(root)}",
         )
-    if problems := find_manifest_problems(manifest):
+    if problems := find_problems(Manifest, manifest):
         raise UserError(expected, f"{MANIFEST}: {problems}", rebuild_hint(root))
     return manifest
 

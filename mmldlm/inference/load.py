@@ -20,14 +20,15 @@ from mmldlm.checkpoints.manifest import MODEL_CONFIG
 from mmldlm.config.renamed_keys import is_removed_weight
 from mmldlm.config.task_names import DEFAULT_TASK, TASK_NAMES
 from mmldlm.data.encoders.model_files import read_tokenizer
-from mmldlm.data.encoders.specs import find_identity_problems
-from mmldlm.data.manifest import find_codec_problems
+from mmldlm.data.encoders.specs import EncoderIdentity
+from mmldlm.data.manifest import CodecIdentity
 from mmldlm.errors import UserError
 from mmldlm.models.base import BaseTransformer
 from mmldlm.models.pretrained_io import COPY_AGAIN, check_shapes, checked_section, read_values
 from mmldlm.tasks.registry import find_task
 from mmldlm.tasks.text_task import Pretrained, TextTask
 from mmldlm.utils.hub import model_path
+from mmldlm.utils.validation import find_problems
 
 CONVERT = (
     "name a run or a checkpoint of mmldlm, or create the folder with `mmldlm convert RUN/latest"
@@ -172,10 +173,10 @@ def load_pretrained(
         settings = _TrainingSettings(**training)
     except (ValidationError, TypeError) as error:
         raise UserError(f'a valid "training" in {config_path}', str(error), COPY_AGAIN) from error
-    if encoder is not None and (problem := find_identity_problems(encoder)):
+    if encoder is not None and (problem := find_problems(EncoderIdentity, encoder, "encoder")):
         raise UserError(f'a valid "encoder" in {config_path}', problem, COPY_AGAIN)
     image = values.get("image")
-    if image is not None and (problem := find_codec_problems(image)):
+    if image is not None and (problem := find_problems(CodecIdentity, image)):
         raise UserError(f'a valid "image" in {config_path}', problem, COPY_AGAIN)
     return Pretrained(
         model,

@@ -8,7 +8,6 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, field_validator
 
 from mmldlm.errors import UserError
-from mmldlm.utils.validation import find_problems
 
 # Name of the encoder of latents that came without one.
 UNKNOWN_ENCODER = "unknown"
@@ -184,8 +183,3 @@ class EncoderIdentity(BaseModel):
         if pooling is not None and not all(part in POOLINGS for part in pooling.split("+")):
             raise ValueError(f"a pooling among {', '.join(POOLINGS)}")
         return pooling
-
-
-def find_identity_problems(identity: Any) -> str | None:
-    """Describe the problems of an encoder's identity; None for a valid one."""
-    return find_problems(EncoderIdentity, identity, "encoder")
