@@ -143,16 +143,6 @@ class ImageCodec:
             return {CODEBOOK: self.codebook.file}
         return {} if self.basis_file is None else {BASIS: self.basis_file}
 
-    @property
-    def source(self) -> str:
-        """Origin of the weights, as in a manifest."""
-        return "mmldlm"
-
-    @property
-    def weights_sha256(self) -> str | None:
-        """SHA-256 of what was fitted or pretrained; None for pixels."""
-        return self.identity.get("basis_sha256") or self.identity.get("codebook_sha256")
-
     def ready(self, folder: str | None = None, device: str | None = None) -> ImageCodec:
         """Return the codec with everything loaded that it needs; only an autoencoder needs
         something.
@@ -360,15 +350,6 @@ class VaeCodec(ImageCodec):
         return f"vae:{self.vae['name']}"
 
     @property
-    def source(self) -> str:
-        return self.vae.get("source", "unknown")
-
-    @property
-    def weights_sha256(self) -> str:
-        """SHA-256 of the autoencoder's weights."""
-        return self.vae["weights_sha256"]
-
-    @property
     def identity(self) -> dict[str, Any]:
         entries = {**self._fields(), "grid": self.grid, "vae": self.vae}
         return entries if self.vae_folder is None else {**entries, "vae_folder": self.vae_folder}
@@ -389,13 +370,8 @@ class VaeCodec(ImageCodec):
         from mmldlm.data.encoders import vae as autoencoders
 
         files = self._find(folder)
-        device = device or autoencoders.default_device()
         dtype = self.vae.get("dtype", "fp32")
-        if batch_size is None:
-            module = autoencoders.load_vae(files, device, dtype)
-        else:
-            module = autoencoders.ImageVae(files, device, dtype, batch_size)
-        return replace(self, module=module)
+        return replace(self, module=autoencoders.load_vae(files, device, dtype, batch_size))
 
     def _find(self, folder: str | None) -> VaeFiles:
         name = self.vae["name"]
@@ -409,10 +385,10 @@ class VaeCodec(ImageCodec):
                 f"the autoencoder {name}, with which these latents were made", error.found, fix
             ) from error
         sha256 = files.weights_sha256()
-        if sha256 != self.weights_sha256:
+        if sha256 != self.vae["weights_sha256"]:
             raise UserError(
                 f"the autoencoder {name} with the weights of these latents (sha256"
-                f" {self.weights_sha256[:12]})",
+                f" {self.vae['weights_sha256'][:12]})",
                 f"weights of sha256 {sha256[:12]} in {files.folder}",
                 fix,
             )

@@ -24,11 +24,6 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _CPU_PIXELS, _GPU_PIXELS = 512**2, 16 * 512**2
 
 
-def default_device() -> str:
-    """Return a GPU if there is one, else the CPU."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
 def usable_dtype(files: VaeFiles, dtype: str | None, device: str) -> str:
     """Return the precision: as asked for, else fp32 where the model asks for it or on a CPU, else
     bf16.
@@ -52,7 +47,7 @@ class ImageVae:
 
     Args:
         files: Files of the autoencoder.
-        device: Torch device.
+        device: Torch device (default: a GPU if available).
         dtype: Precision, fp32 or bf16.
         batch_size: Number of images per forward pass (default: as many as a bound of pixels
             allows).
@@ -61,9 +56,12 @@ class ImageVae:
         UserError: diffusers is not installed, or the files are damaged.
     """
 
-    def __init__(self, files: VaeFiles, device: str, dtype: str, batch_size: int | None = None):
-        self.files, self.device, self.dtype, self.batch_size = files, device, dtype, batch_size
-        self._model = _load(files.folder, DTYPES[dtype]).to(device)
+    def __init__(
+        self, files: VaeFiles, device: str | None, dtype: str, batch_size: int | None = None
+    ):
+        self.files, self.dtype, self.batch_size = files, dtype, batch_size
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = _load(files.folder, DTYPES[dtype]).to(self.device)
 
     def encode(self, images: np.ndarray) -> np.ndarray:
         """Return latents float32 [B, N, 4 C] of images uint8 [B, S, S, channels]: the mean in 2 x
@@ -150,6 +148,6 @@ def _load(folder: Path, dtype: torch.dtype):
 
 
 @lru_cache(maxsize=2)
-def load_vae(files: VaeFiles, device: str, dtype: str) -> ImageVae:
-    """Return an autoencoder, loaded once in a process."""
-    return ImageVae(files, device, dtype)
+def load_vae(files: VaeFiles, device: str | None, dtype: str, batch_size: int | None) -> ImageVae:
+    """Return an autoencoder, loaded once in a process; see `ImageVae`."""
+    return ImageVae(files, device, dtype, batch_size)

@@ -392,11 +392,13 @@ class ImageSource(Source):
         return (dim,) if count == 1 else (count, dim)
 
     def encoder_entry(self) -> dict[str, Any]:
-        codec = self._codec
+        identity = self._codec.identity
+        fitted = identity.get("basis_sha256") or identity.get("codebook_sha256")
+        origin = identity.get("vae", {"source": "mmldlm", "weights_sha256": fitted})
         # `normalize` is stated instead of guessed: latents of images can have norms near 1 by
         # chance.
-        entry = {"name": codec.name, "source": codec.source, "normalize": False}
-        weights = codec.weights_sha256
+        entry = {"name": self._codec.name, "source": origin["source"], "normalize": False}
+        weights = origin["weights_sha256"]
         return entry if weights is None else {**entry, "weights_sha256": weights}
 
     def kind_entry(self) -> dict[str, Any]:
