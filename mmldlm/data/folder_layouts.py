@@ -42,9 +42,7 @@ class SampleFiles:
         return read_array(self.latent)
 
 
-def find_samples(
-    source: Path, counts: Counter, left_out: LeftOut | None = None
-) -> dict[str, list[SampleFiles]]:
+def find_samples(source: Path, counts: Counter, left_out: LeftOut) -> dict[str, list[SampleFiles]]:
     """Return split -> samples of a folder, and count files without a partner.
 
     Args:
@@ -55,7 +53,6 @@ def find_samples(
     """
     if not source.is_dir():
         raise UserError(f"a folder with {LAYOUTS}, at {source}", "not a folder", "check the path")
-    left_out = LeftOut() if left_out is None else left_out
     files = walk_files(source, left_out)
     counts["files"] = len(files)
     unpaired: set[Path] = set()

@@ -25,7 +25,7 @@ from mmldlm.data.corpora.text_files import IMAGE_SUFFIXES, kind_of
 from mmldlm.data.images import read_image
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, fold_spaces
 from mmldlm.errors import UserError
-from mmldlm.utils.formatting import count_noun, describe_counts, join_some
+from mmldlm.utils.formatting import describe_counts, join_some
 from mmldlm.utils.input_files import OTHER_KIND, LeftOut, open_regular, walk_files
 
 _LISTS = {"json": list_json, "jsonl": list_jsonl, "csv": list_table, "tsv": list_table}
@@ -113,13 +113,11 @@ def _open_shards(
         left_out.add(OTHER_KIND, file.relative_to(path))
     samples = list_shards(shards, counts, unreadable, left_out)
     if not samples:
-        damage = [f"{shard}: {reason}" for shard, reason in unreadable.items()]
+        damage = [f"{shard}: {reason}" for shard, reason in unreadable.items()][:3]
         raise UserError(
             f"images with captions (key.jpg with key.txt or key.json) in {name}",
             "; ".join(
-                ["none", *damage[:3]]
-                + [describe_counts(counts)] * any(counts.values())
-                + [left_out.describe()] * bool(left_out.counts)
+                filter(None, ["none", *damage, describe_counts(counts), left_out.describe()])
             ),
             "check the names inside with tar -tf",
         )
@@ -134,9 +132,7 @@ def _open_shards(
     )
 
 
-def list_folder(
-    folder: Path, counts: Counter, left_out: LeftOut | None = None
-) -> list[ImageSample]:
+def list_folder(folder: Path, counts: Counter, left_out: LeftOut) -> list[ImageSample]:
     """Return the captioned images below a folder, by name; count images without caption and the
     reverse.
 
@@ -149,14 +145,22 @@ def list_folder(
     Raises:
         UserError: no image has a caption.
     """
-    left_out = LeftOut() if left_out is None else left_out
     images, captions, lists = _sort(folder, counts, left_out)
     samples = [sample for path in lists for sample in _of_metadata(path, folder, counts)]
     listed = {_normal(sample.path) for sample in samples}
     others = [path for path in images if _normal(path) not in listed]
     paired = [path for path in others if path.with_suffix("") in captions]
     if not paired and not samples:
-        raise _no_pair(folder, images, captions, counts, left_out)
+        some = join_some(path.name for path in [*images[:2], *sorted(captions.values())[:2]])
+        found = f"{len(images)} images and {len(captions)} .txt files, no pair of one name"
+        raise UserError(
+            f"images ({', '.join(IMAGE_SUFFIXES)}) and captions of the same name (cat.png,"
+            f" cat.txt) in {folder}",
+            "; ".join(filter(None, [found, some, describe_counts(counts), left_out.describe()])),
+            "write the caption of each image into a .txt file next to it, or a metadata.jsonl of"
+            " {file_name, text}; a list with another name can be given itself as the corpus; to"
+            " prepare texts, move the images elsewhere",
+        )
     without_image = captions.keys() - {path.with_suffix("") for path in paired}
     second = {path.with_suffix("") for path in images if _normal(path) in listed} & without_image
     counts["read"] += len(others) + len(without_image)
@@ -214,30 +218,6 @@ def _of_metadata(path: Path, folder: Path, counts: Counter) -> list[ImageSample]
 
 def _normal(path: Path | None) -> str:
     return os.path.normpath(path or "")
-
-
-def _no_pair(
-    folder: Path,
-    images: list[Path],
-    captions: dict[Path, Path],
-    counts: Counter,
-    left_out: LeftOut,
-) -> UserError:
-    found = f"{count_noun(len(images), 'image')} and {count_noun(len(captions), '.txt file')}"
-    some = join_some(path.name for path in [*images[:2], *sorted(captions.values())[:2]])
-    found = f"{found}, no pair of one name: {some}" if some else "neither of them"
-    others = left_out.names.get(OTHER_KIND, [])
-    more = [f"records of its lists: {describe_counts(counts)}"] * any(counts.values()) + [
-        f"other files: {join_some(others)}"
-    ] * bool(others)
-    return UserError(
-        f"images ({', '.join(IMAGE_SUFFIXES)}) and captions of the same name (cat.png, cat.txt) in"
-        f" {folder}",
-        "; ".join([found, *more]),
-        "write the caption of each image into a .txt file next to it, or a metadata.jsonl of"
-        " {file_name, text}; a list with another name can be given itself as the corpus; to"
-        " prepare texts, move the images elsewhere",
-    )
 
 
 def _read_caption(path: Path, counts: Counter) -> str | None:

@@ -112,7 +112,7 @@ def list_shards(
     shards: list[Path],
     counts: Counter,
     unreadable: dict[str, str],
-    left_out: LeftOut | None = None,
+    left_out: LeftOut,
 ) -> list[ImageSample]:
     """Return the captioned images of shards, in their order.
 
@@ -133,7 +133,6 @@ def list_shards(
             "shards with different names", f"several named {repeated[0]}", "rename one of them"
         )
     samples: list[ImageSample] = []
-    left_out = LeftOut() if left_out is None else left_out
     for shard in shards:
         records: dict[str, dict[str, tarfile.TarInfo]] = {}
         try:

@@ -228,16 +228,10 @@ class FileUnit:
             if not isinstance(text, str | None):
                 raise self._error(
                     expected,
-                    f"line {self._line_number(position)}: {self.text_field} is {_kind_of(text)}",
+                    f"line {self._line_number(position)} has {json.dumps(text)[:80]}",
                     "repair or remove that line, or name another field with --text-field",
                 )
             yield from clean(text or "", counts)
-
-
-def _kind_of(value: object) -> str:
-    """Return JSON's name of a value that is neither a string nor null."""
-    names = {bool: "true or false", int: "a number", float: "a number", list: "a list"}
-    return names.get(type(value), "an object")
 
 
 def not_utf8(path: Path, error: UnicodeDecodeError, line_number: int) -> UserError:

@@ -62,8 +62,6 @@ class ImageReport(CorpusReport):
 
     def details(self) -> dict[str, Any]:
         entry = self.left_out.entry()
-        if dark := int(is_dark(self.peaks).sum()):
-            entry["dark_16_bit_images"] = dark
         if self.counts["truncated"]:
             entry["truncated"] = self.counts["truncated"]
         if self.unreadable:

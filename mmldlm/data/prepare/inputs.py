@@ -75,11 +75,6 @@ class FileIdentities:
             return f"{state.st_size:,} bytes, {cached[3]}"
         except OSError as error:
             return describe_os_error(error)
-        except ValueError as error:
-            # A name that no file can have.
-            if isinstance(error, UnicodeError) or "null" in str(error):
-                return "No such file or directory"
-            raise
 
 
 def _content(path: Path, state: os.stat_result) -> str:

@@ -109,8 +109,6 @@ def _add_corpus(table: Table, label: str, corpus: dict[str, Any], items: str) ->
     for reason, left_out in corpus.get("not_read", {}).items():
         names = join_some(left_out["such_as"], limit=3)
         table.add_row(f"  not read: {reason}", f"{left_out['number']:,}: {names}")
-    if "dark_16_bit_images" in corpus:
-        table.add_row("  16 bits, below a quarter of white", f"{corpus['dark_16_bit_images']:,}")
     table.add_row("kept", f"{corpus['kept']:,}")
     if corpus.get("truncated"):
         label = "  captions cut" if items == "images" else "  truncated"

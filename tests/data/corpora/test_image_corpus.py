@@ -9,6 +9,7 @@ from PIL import Image
 
 from mmldlm.data.corpora.image_corpus import list_folder
 from mmldlm.errors import UserError
+from mmldlm.utils.input_files import LeftOut
 
 
 def test_pairs_and_counts(tmp_path):
@@ -26,7 +27,7 @@ def test_pairs_and_counts(tmp_path):
         (tmp_path / name).write_text(caption)
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xff")
     counts = Counter()
-    samples = list_folder(tmp_path, counts)
+    samples = list_folder(tmp_path, counts, LeftOut())
     assert [(s.image, s.caption) for s in samples] == [
         ("a.png", "a red cat"),
         ("b.PNG", "b"),
@@ -41,5 +42,5 @@ def test_no_pair_at_all_is_an_error_that_says_what_lies_there(tmp_path, name):
         Image.new("L", (4, 4)).save(tmp_path / name)
     elif name:
         (tmp_path / name).write_text("a caption")
-    with pytest.raises(UserError, match=name or "neither"):
-        list_folder(tmp_path, Counter())
+    with pytest.raises(UserError, match=name or "0 images and 0 .txt"):
+        list_folder(tmp_path, Counter(), LeftOut())

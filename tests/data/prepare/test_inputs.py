@@ -23,11 +23,9 @@ def test_content_counts_and_time_does_not(tmp_path, monkeypatch):
     path, kept = tmp_path / "a.txt", tmp_path / "kept.json"
     path.write_text("one")
     first = FileIdentities(kept)
-    found = first.of({"a": path, "gone": tmp_path / "b", "no name": tmp_path / "a\0b"})
-    assert (
-        found["a"].startswith("3 bytes, sha256 ")
-        and found["gone"] == found["no name"] == "No such file or directory"
-    )
+    found = first.of({"a": path, "gone": tmp_path / "b"})
+    assert found["a"].startswith("3 bytes, sha256 ")
+    assert found["gone"] == "No such file or directory"
     first.save()
     os.utime(path, (1, 1))
     assert FileIdentities(kept).of({"a": path}) == {"a": found["a"]}
