@@ -35,7 +35,7 @@ from mmldlm.data.corpora.text_files import (
 from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, split_sentences
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import first_line
-from mmldlm.utils.input_files import OTHER_KIND, LeftOut, walk_files
+from mmldlm.utils.input_files import OTHER_KIND, LeftOut, require_regular, walk_files
 
 DEFAULT_CORPUS = "docstrings"
 # Small files of a folder are read together, up to these bounds.
@@ -138,11 +138,7 @@ def _open(
                 f"{path.name} (suffix {path.suffix or 'none'!r})",
                 "rename the file if its content is one of these, or convert it",
             )
-        if not path.is_file():
-            fix = "write it to a regular file, and give that"
-            raise UserError(
-                f"a corpus in a file or a folder at {path}", "a FIFO, a socket or a device", fix
-            )
+        require_regular(path)
         return Corpus(
             f"{kind}:{path.name}",
             _units_of(path, path.name, kind, text_field),

@@ -59,7 +59,7 @@ def encode(
         encoder: Sentence encoder.
         texts: Texts of one shard.
         retries: Attempts per text after the failure of its batch.
-        progress: Function that is called with the number of texts done since the last call.
+        progress: Function that is called with the number of pieces done since the last call.
         latents_per_text: Number of pieces per text (`split_into_parts`); a text is valid if all
             its pieces are.
 
@@ -69,14 +69,7 @@ def encode(
     if latents_per_text == 1:
         return _encode(encoder, texts, retries, progress)
     pieces = [piece for text in texts for piece in split_into_parts(text, latents_per_text)]
-    num_done = 0
-
-    def count_texts(num_pieces: int) -> None:
-        nonlocal num_done
-        before, num_done = num_done, num_done + num_pieces
-        progress(num_done // latents_per_text - before // latents_per_text)
-
-    vectors = _encode(encoder, pieces, retries, None if progress is None else count_texts)
+    vectors = _encode(encoder, pieces, retries, progress)
     latents = np.zeros((len(pieces), encoder.latent_dim), np.float32)
     latents[vectors.is_ok] = vectors.latents
     is_ok = vectors.is_ok.reshape(-1, latents_per_text).all(axis=1)

@@ -379,18 +379,35 @@ def check_image_options(options: ImageOptions) -> Path:
 
 
 def _check_latents(options: ImageOptions) -> None:
-    if options.latents == "pixels" or options.vae is not None:
-        return
-    if options.latents.startswith("codes:"):
-        _check_codes(options)
-        return
-    if not re.fullmatch(r"pca:[1-9][0-9]{0,5}", options.latents):
+    """Check --latents of completed options.
+
+    Raises:
+        UserError: an unknown kind, or one that these images do not have.
+    """
+    forms = r"pixels|vae:.*|pca:[1-9][0-9]{0,5}|codes:fsq|codes:kmeans:[1-9][0-9]{0,4}"
+    if not re.fullmatch(forms, options.latents):
         expected = "--latents pixels, pca:M, vae:NAME_OR_FOLDER, codes:kmeans:Q or codes:fsq"
+        fix = "give one of them, such as pixels, pca:64 or codes:kmeans:512"
+        raise UserError(expected, options.latents, fix)
+    if options.num_components is not None:
+        _check_components(options, options.num_components)
+    if options.num_codes is not None and not 2 <= options.num_codes <= MAX_CODES:
         raise UserError(
-            expected,
+            f"--latents codes:kmeans:Q with Q from 2 to {MAX_CODES}",
             options.latents,
-            "give one of them, such as pixels, pca:64 or codes:kmeans:512",
+            "choose another Q",
         )
+    values = options.patch_size**2 * options.channels
+    if options.latents == "codes:fsq" and values < len(FSQ_LEVELS):
+        raise UserError(
+            f"--latents codes:fsq with patches of at least {len(FSQ_LEVELS)} values",
+            f"{values} (--patch-size {options.patch_size}, --channels {options.channels})",
+            "give a larger --patch-size",
+        )
+
+
+def _check_components(options: ImageOptions, count: int) -> None:
+    """Check the number M of `pca:M`."""
     num_values = options.image_size**2 * options.channels
     num_latents = (options.image_size // options.patch_size) ** 2
     if num_values > MAX_PCA_VALUES:
@@ -399,30 +416,9 @@ def _check_latents(options: ImageOptions) -> None:
             f"{num_values:,} (--image-size {options.image_size}, --channels {options.channels})",
             "give --latents pixels, or smaller images",
         )
-    count = options.num_components
-    nearest = max(num_latents, min(count, num_values) // num_latents * num_latents)
     if count % num_latents or count > num_values:
         raise UserError(
             f"pca:M with M a multiple of {num_latents} latents an image and at most {num_values}",
             options.latents,
-            f"give pca:{nearest}, or another --patch-size",
-        )
-
-
-def _check_codes(options: ImageOptions) -> None:
-    if not re.fullmatch(r"codes:(fsq|kmeans:[1-9][0-9]{0,4})", options.latents):
-        fix = "give a number, such as codes:kmeans:512"
-        raise UserError("--latents codes:kmeans:Q or codes:fsq", options.latents, fix)
-    if options.num_codes is not None and not 2 <= options.num_codes <= MAX_CODES:
-        raise UserError(
-            f"--latents codes:kmeans:Q with Q from 2 to {MAX_CODES}",
-            options.latents,
-            "choose another Q",
-        )
-    values = options.patch_size**2 * options.channels
-    if options.num_codes is None and values < len(FSQ_LEVELS):
-        raise UserError(
-            f"--latents codes:fsq with patches of at least {len(FSQ_LEVELS)} values",
-            f"{values} (--patch-size {options.patch_size}, --channels {options.channels})",
-            "give a larger --patch-size",
+            f"give such a multiple (pca:{num_latents} is the smallest), or another --patch-size",
         )

@@ -108,7 +108,9 @@ class _Preparation:
         if queue.add(_COMPLETE, 0):
             return
         try:
-            self._check_encoder()
+            if queue.rank > 0:
+                inputs = source.encoder_inputs(self.identities)
+                check_same_encoder(inputs, self.work.read_plan()["inputs"], queue.rank)
             source.read()
             queue.rank_0_first("inputs", self._check_unchanged)
             source.select()
@@ -152,11 +154,6 @@ class _Preparation:
                 **source.versions(),
             },
         }
-
-    def _check_encoder(self) -> None:
-        if self.queue.rank > 0:
-            inputs = self.source.encoder_inputs(self.identities)
-            check_same_encoder(inputs, self.work.read_plan()["inputs"], self.queue.rank)
 
     def _check_unchanged(self) -> None:
         check_unchanged(self.source.files(), self.plan["inputs"], self.identities)

@@ -288,7 +288,7 @@ class TextSource(Source):
     def encode(self) -> None:
         self.queue.rank_0_first("unknown to the encoder", self._check_unknown_words)
         self.load_encoder()
-        total = sum(map(len, self.samples.values()))
+        total = sum(map(len, self.samples.values())) * self.options.latents_per_text
         label = f"encoding with {self._encoder.name}"
         with RankProgress(self.console, self.queue, label, "sentences", total) as progress:
             self.encoded = {split: self._encode_split(split, progress) for split in self.samples}
@@ -318,7 +318,7 @@ class TextSource(Source):
         options, samples, texts = self.options, self.samples[split], self._texts_of(split)
         size = encode.SAMPLES_PER_SHARD
         starts = range(0, len(samples), size)
-        # Samples of a shard that the progress bar has counted already.
+        # Pieces of a shard that the progress bar has counted already.
         num_counted: Counter = Counter()
 
         def encode_shard(shard: int, path: Path) -> None:
@@ -333,7 +333,8 @@ class TextSource(Source):
             encode.write_encoded(path, result)
 
         def count_rest(shard: int) -> None:
-            progress(min(size, len(samples) - starts[shard]) - num_counted[shard])
+            num_pieces = min(size, len(samples) - starts[shard]) * options.latents_per_text
+            progress(num_pieces - num_counted[shard])
 
         return self.work.run(f"encode-{split}", len(starts), encode_shard, count_rest)
 

@@ -23,6 +23,6 @@ def test_a_text_has_latents_where_every_piece_has_one():
     counted = []
     texts = ["aa bbbb", "so bad", "c ddd"]
     found = encode.encode(Marked(), texts, 1, counted.append, latents_per_text=2)
-    assert found.is_ok.tolist() == [True, False, True] and sum(counted) == 3
+    assert found.is_ok.tolist() == [True, False, True] and sum(counted) == 6
     assert found.latents[..., 0].tolist() == [[2, 4], [1, 3]]
     assert found.reasons == {1: "piece 2 of 2: NaN or infinite values"}
