@@ -27,17 +27,17 @@ import torch
 from rich.console import Console
 
 from mmldlm.data.arrays import read_npz, write_npz
-from mmldlm.data.manifest import MANIFEST, sample_checksums
+from mmldlm.data.manifest import sample_checksums
 from mmldlm.data.mixture import describe_encoder
 from mmldlm.data.prepare.summary import RankProgress
 from mmldlm.data.prepare.task_queue import RankFailed, TaskQueue
 from mmldlm.data.prepare.work_dir import (
     WorkDir,
     check_output_free,
-    check_readable,
     commit,
     latents_suffix,
     versions,
+    write_manifest,
 )
 from mmldlm.data.run_data import check_store_kind
 from mmldlm.data.store import SPLITS, TOKENIZER_FOLDER, Store, latent_shape, load_tokenizer
@@ -49,7 +49,7 @@ from mmldlm.sampling.decoding import most_probable_lengths
 from mmldlm.sampling.settings import PRESENCE_PENALTY
 from mmldlm.tasks.corrector.hypotheses import HYPOTHESES_VERSION
 from mmldlm.tasks.text_task import Pretrained
-from mmldlm.utils.atomic_files import list_files, write_json
+from mmldlm.utils.atomic_files import list_files
 from mmldlm.utils.counter_rng import Stream, uniforms
 from mmldlm.utils.formatting import closing_lines
 from mmldlm.utils.paths import output_root
@@ -334,8 +334,7 @@ class _Hypotheses:
             "files": list_files(folder),
             "created_with": versions(),
         }
-        write_json(folder / MANIFEST, manifest)
-        check_readable(folder, summaries)
+        write_manifest(folder, manifest)
         return summaries
 
 
