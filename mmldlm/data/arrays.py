@@ -125,11 +125,7 @@ def _read_header(file: IO[bytes], size: int) -> None:
 def _load(file: IO[bytes], size: int) -> np.ndarray:
     _read_header(file, size)
     file.seek(0)
-    try:
-        return np.lib.format.read_array(file, allow_pickle=False)
-    except (OverflowError, MemoryError) as error:
-        # NumPy reports an absurd shape as one of these.
-        raise UnreadableArrayError(str(error)[:100]) from error
+    return np.lib.format.read_array(file, allow_pickle=False)
 
 
 def write_npz(path: Path, **arrays: np.ndarray) -> None:

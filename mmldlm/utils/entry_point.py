@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 from mmldlm.errors import EXIT_FAILED, MmldlmError
 from mmldlm.utils import run_module
@@ -20,13 +20,13 @@ def module_command(module: str, *words: str) -> list[str]:
     return [sys.executable, "-u", run_module.__file__, module, *words]
 
 
-def run_command(prog: str, description: str, command: ModuleType) -> int:
+def run_command(prog: str, description: str, command: ModuleType | SimpleNamespace) -> int:
     """Parse sys.argv with a command's options and run it; return the exit code.
 
     Args:
         prog: Name of the command in its usage line.
         description: First line of --help.
-        command: Module of mmldlm/commands, with `add_arguments` and `main`.
+        command: `add_arguments` and `main`, as modules of mmldlm/commands have them.
     """
     open_standard_streams()
     keep_exit_codes()

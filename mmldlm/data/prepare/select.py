@@ -87,19 +87,6 @@ def first_occurrences(hashes: np.ndarray) -> np.ndarray:
     return np.sort(np.unique(hashes, return_index=True)[1])
 
 
-def deduplicate(
-    texts: TextShards, held_out: np.ndarray, keep_duplicates: bool, counts: Counter
-) -> np.ndarray:
-    """Return the rows that may become samples: not held out and, unless duplicates are kept, all
-    different.
-    """
-    rows = np.arange(len(texts)) if keep_duplicates else first_occurrences(texts.hashes)
-    counts["drop_duplicate"] += len(texts) - len(rows)
-    remaining = rows[~np.isin(texts.hashes[rows], held_out)]
-    counts["drop_in_validation_corpus"] += len(rows) - len(remaining)
-    return remaining
-
-
 def num_validation(num_texts: int, requested: int | None) -> int:
     """Return the size of the validation split: as requested, else a twentieth and at most
     1,000.

@@ -192,12 +192,18 @@ class TextSource(Source):
         self._check_splits()
 
     def _deduplicate(self, name: str, held_out: np.ndarray | None) -> np.ndarray:
-        rows = select.deduplicate(
-            self.texts[name],
-            np.empty(0, np.uint64) if held_out is None else held_out,
-            self.options.keep_duplicates,
-            self.reports[name].counts,
-        )
+        """Return the rows that may become samples: not held out and, unless duplicates are kept,
+        all different.
+        """
+        hashes, counts = self.texts[name].hashes, self.reports[name].counts
+        rows = np.arange(len(hashes))
+        if not self.options.keep_duplicates:
+            rows = select.first_occurrences(hashes)
+        counts["drop_duplicate"] += len(hashes) - len(rows)
+        if held_out is not None:
+            is_held = np.isin(hashes[rows], held_out)
+            counts["drop_in_validation_corpus"] += int(is_held.sum())
+            rows = rows[~is_held]
         if not len(rows):
             raise self._too_few(name, 0)
         return rows
