@@ -9,7 +9,6 @@ import json
 import os
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,10 +24,6 @@ from mmldlm.data.sentences import normalize
 from mmldlm.data.store import Store, load_tokenizer
 from mmldlm.errors import MmldlmError, UserError
 from tests.support.helpers import run_ranks
-
-WIKISPLIT = (
-    Path(__file__).resolve().parents[4] / "shared" / "data" / "wikisplit" / "validation.txt"
-)
 
 
 def _texts(root, split):
@@ -69,16 +64,6 @@ def test_no_machine_path_is_written(made_store, corpus_file):
 
 @pytest.mark.usefixtures("need_minilm")
 class TestWithTheEncoder:
-    def test_same_corpus_same_store(self, made_store, corpus_file, tmp_path):
-        again = pipeline.prepare(
-            PrepareOptions(str(tmp_path / "b"), str(corpus_file), validation_samples=10)
-        )
-        first, second = (
-            {n: e["sha256"] for n, e in Store(r).manifest["files"].items()}
-            for r in (made_store, again)
-        )
-        assert first == second
-
     def test_equal_content_is_in_one_split_even_with_duplicates(self, sentences, tmp_path):
         path = tmp_path / "twice.txt"
         path.write_text(
@@ -476,17 +461,6 @@ class TestWithTheEncoder:
         assert "".join(decoded.split()) == "".join(store.text(0).lower().split())
         again = pipeline.prepare(replace(options, output_dir=str(tmp_path / "t")))
         assert _files(again) == _files(root)
-
-    def test_one_wikisplit_corpus(self, tmp_path):
-        if not WIKISPLIT.is_file():
-            pytest.skip(
-                f"needs {WIKISPLIT.name} of ../shared/data/wikisplit, which is not part of the"
-                " project"
-            )
-        root = pipeline.prepare(
-            PrepareOptions(str(tmp_path / "s"), str(WIKISPLIT), max_samples=40)
-        )
-        assert len(Store(root)) == 38 and verify.verify(root) == []
 
 
 def test_bad_options_are_refused_before_anything_is_read(corpus_file, tmp_path):
