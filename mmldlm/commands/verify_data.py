@@ -7,7 +7,6 @@ import shlex
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from mmldlm.data.prepare.summary import training_command
@@ -19,12 +18,6 @@ from mmldlm.utils.figures import new_figure, save_figure
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.paths import check_writable_file, claimed_file
 from mmldlm.utils.screen import open_console
-
-# The latter for ASCII terminals.
-BARS, DIGITS = (
-    " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588",
-    " 12345678",
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +68,7 @@ def _verify(args: argparse.Namespace) -> int:
     num_problems, num_files = len(report.problems), count_noun(len(manifest["files"]), "file")
     found = count_noun(num_problems, "problem") if num_problems else "no problems"
     console.print(f"{found} in {num_files} of {args.root}", soft_wrap=True)
-    console.print(_splits_table(args.root, report, manifest, console))
+    console.print(_splits_table(args.root, report, manifest))
     checks = Table("check", "result")
     for name, problems in report.checks.items():
         checks.add_row(name, count_noun(len(problems), "problem") if problems else "passed")
@@ -124,63 +117,22 @@ def write_sheet(root: str, path: str, count: int = 60, vae: str | None = None) -
     contact_sheet(np.concatenate(images), captions, path)
 
 
-def _splits_table(
-    root: str, report: StoreReport, manifest: dict[str, Any], console: Console
-) -> Table:
-    marks = BARS if console.encoding.startswith("utf") else DIGITS
+def _splits_table(root: str, report: StoreReport, manifest: dict[str, Any]) -> Table:
     table = Table(
-        "split",
-        "samples",
-        "tokens",
-        "longest",
-        "lengths",
-        "norm",
-        "rank",
-        "[UNK]",
-        title=f"store {root}",
+        "split", "samples", "tokens", "longest", "norm", "rank", "[UNK]", title=f"store {root}"
     )
     for name, split in manifest["splits"].items():
         numbers = [f"{split.get(key, 0):,}" for key in ("num_samples", "num_tokens", "max_tokens")]
+        norm = rank = "ids" if manifest["latent_stats"] is None else "?"
+        unknown = "?"
         found = report.splits.get(name)
-        statistics = None if found is None else found.statistics
-        unknown = (
-            "?" if found is None else f"{found.num_unknown / max(int(found.lengths.sum()), 1):.2%}"
-        )
-        if manifest["latent_stats"] is None:
-            table.add_row(
-                name,
-                *numbers,
-                "?" if found is None else histogram(found.lengths, marks),
-                "ids",
-                "ids",
-                unknown,
-            )
-            continue
-        norm = "?" if statistics is None else f"{statistics['norm']['mean']:.4f}"
-        rank = (
-            "?"
-            if statistics is None
-            else f"{statistics['effective_rank']:.0f}/{manifest['latent_dim']}"
-        )
-        table.add_row(
-            name,
-            *numbers,
-            "?" if found is None else histogram(found.lengths, marks),
-            norm,
-            rank,
-            unknown,
-        )
+        if found is not None:
+            unknown = f"{found.num_unknown / max(int(found.lengths.sum()), 1):.2%}"
+            if found.statistics is not None:
+                norm = f"{found.statistics['norm']['mean']:.4f}"
+                rank = f"{found.statistics['effective_rank']:.0f}/{manifest['latent_dim']}"
+        table.add_row(name, *numbers, norm, rank, unknown)
     return table
-
-
-def histogram(lengths: np.ndarray, marks: str = BARS, bins: int = 10) -> str:
-    """Return one of nine marks per range of lengths, for its share of samples; ranges are equal,
-    from 0 on.
-    """
-    if not len(lengths):
-        return ""
-    counts, _ = np.histogram(lengths, bins=bins, range=(0, max(int(lengths.max()), 1)))
-    return "".join(marks[int(np.ceil(8 * count / counts.max()))] for count in counts)
 
 
 def _shares(values: np.ndarray) -> np.ndarray:
