@@ -153,10 +153,11 @@ def list_folder(folder: Path, counts: Counter, left_out: LeftOut) -> list[ImageS
     if not paired and not samples:
         some = join_some(path.name for path in [*images[:2], *sorted(captions.values())[:2]])
         found = f"{len(images)} images and {len(captions)} .txt files, no pair of one name"
+        listed = describe_counts(counts) if lists else ""
         raise UserError(
             f"images ({', '.join(IMAGE_SUFFIXES)}) and captions of the same name (cat.png,"
             f" cat.txt) in {folder}",
-            "; ".join(filter(None, [found, some, describe_counts(counts), left_out.describe()])),
+            "; ".join(filter(None, [found, some, listed, left_out.describe()])),
             "write the caption of each image into a .txt file next to it, or a metadata.jsonl of"
             " {file_name, text}; a list with another name can be given itself as the corpus; to"
             " prepare texts, move the images elsewhere",
