@@ -240,3 +240,21 @@ def check_weights(key: str, weights: Mapping[str, float], least_share: float = 0
             f" share is at least 1/{round(1 / least_share):,}: leave it out, or give it a larger"
             " weight"
         )
+
+
+def check_keys_are_read(section: Section, name: str, *rules: tuple[str, bool, str]) -> None:
+    """Check that keys which the section's others leave unread have their default, as every saved
+    config holds them.
+
+    Args:
+        rules: Key, whether it is read, and what it is read with.
+
+    Raises:
+        ValueError: the first that has another value.
+    """
+    for key, is_read, reader in rules:
+        value = getattr(section, key)
+        if value != type(section).model_fields[key].default and not is_read:
+            raise ValueError(
+                f"{name}.{key}={value} is read only with {reader}: drop it, or set that"
+            )

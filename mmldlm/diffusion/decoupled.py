@@ -70,7 +70,7 @@ def loss_weights(t: Tensor, kind: str, cap: float) -> Tensor:
 
 
 class DecoupledProcess(GaussianProcess):
-    """A `LatentProcess`.
+    """A `GaussianProcess` on this path.
 
     Weighting velocity is not supported: dz/dt = -x0 + noise / (2 sqrt(t)) is infinite at t = 0.
 
@@ -80,15 +80,12 @@ class DecoupledProcess(GaussianProcess):
         min_snr_gamma: Gamma of min_snr.
         ddm_weight_cap: Largest weight of ddm_inverse.
 
-    Raises:
-        ValueError: another prediction or weighting.
     """
 
     schedules = {"decoupled": alpha_sigma}
     predictions = {name: PREDICTIONS[name] for name in ("x0", "epsilon")} | {
         "x0_epsilon": X0_EPSILON
     }
-    weightings = ("unit", "min_snr", *DDM_WEIGHTINGS)
     named_etas = {"bridge": bridge_eta}
 
     def __init__(

@@ -48,7 +48,6 @@ class Prediction(NamedTuple):
         target: (alpha, sigma, x0, noise) -> target of the network.
         to_x0: (alpha, sigma, prediction, z) -> x0 estimate.
         weight: (x0-space weight, SNR, sigma) -> the weight in this target's space.
-        schedules: Names of the schedules under which these conversions hold; None: all.
         max_timestep: Largest t at which `to_x0` is computed; above it, t is replaced by it.
         sampling_start: Timestep at which sampling starts.
     """
@@ -56,7 +55,6 @@ class Prediction(NamedTuple):
     target: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     to_x0: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
     weight: Callable[[Tensor, Tensor, Tensor], Tensor]
-    schedules: tuple[str, ...] | None = None
     max_timestep: float = 1.0
     sampling_start: float = 1.0
 
@@ -78,7 +76,6 @@ PREDICTIONS = {
         target=lambda alpha, sigma, x0, noise: alpha * noise - sigma * x0,
         to_x0=lambda alpha, sigma, prediction, z: alpha * z - sigma * prediction,
         weight=lambda weight, snr, sigma: weight / (snr + 1),
-        schedules=("cosine", "linear", "sigmoid"),
     ),
     # The x0 estimate divides by alpha(t), which is 0 at t = 1 under most schedules.
     "epsilon": Prediction(
@@ -92,13 +89,13 @@ PREDICTIONS = {
         target=lambda alpha, sigma, x0, noise: noise - x0,
         to_x0=lambda alpha, sigma, prediction, z: z - sigma * prediction,
         weight=lambda weight, snr, sigma: weight * sigma**2,
-        schedules=("rectified_flow",),
     ),
 }
 
 
 class GaussianProcess:
-    """A `LatentProcess`: forward noising, targets, loss weights and one step back.
+    """Continuous diffusion of latents x0 [B, ..., D]: forward noising, targets, loss weights and
+    one step back. A subclass is another path (`DecoupledProcess`).
 
     Schedules are continuous in t in [0, 1] (t = 0 data, t = 1 noise). Variance preserving: alpha =
     cos(pi t / 2) (cosine), the linear-beta DDPM (linear, arXiv 2006.11239) and linear in logit
@@ -107,20 +104,27 @@ class GaussianProcess:
 
     Args:
         schedule: Schedule, one of `schedules`.
-        prediction: Output of the network, one of `predictions`.
-        weighting: Weighting, one of `weightings`: unit, min_snr (arXiv 2303.09556) or velocity;
-            always in the space of the prediction.
+        prediction: Output of the network, one of `predictions` that holds under the schedule.
+        weighting: Weighting: unit, min_snr (arXiv 2303.09556) or velocity; always in the space of
+            the prediction.
         min_snr_gamma: Gamma of min_snr.
         velocity_floor: Least sigma that velocity divides by on the straight path.
 
-    Raises:
-        ValueError: an unknown schedule, prediction or weighting, or a prediction that the schedule
-            does not support.
+    `LatentDiffusionConfig` says which of these go together.
+
+    Attributes:
+        num_predictions: P, the number of vectors that the network predicts per latent. Predictions
+            and targets are [B, ..., P * D].
+        sampling_start: Timestep at which sampling starts: 1, or below it where `to_x0` is not
+            defined at 1.
+        solvers: Names of the solvers that `step` (ddim), `multistep` (dpm++2m) and `heun_step`
+            (heun) offer.
+        named_etas: Functions (t, s) -> eta of `step` that belong to this process, by name.
+        diagnostics: Names of the metrics that `diagnose` returns, as in the logs.
     """
 
     schedules: ClassVar[Mapping[str, Callable[[Tensor], tuple[Tensor, Tensor]]]] = SCHEDULES
     predictions: ClassVar[Mapping[str, Prediction]] = PREDICTIONS
-    weightings: ClassVar[tuple[str, ...]] = ("unit", "min_snr", "velocity")
     named_etas: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {}
     diagnostics: tuple[str, ...] = ()
 
@@ -132,22 +136,10 @@ class GaussianProcess:
         min_snr_gamma: float = 5.0,
         velocity_floor: float = 1e-3,
     ):
-        if schedule not in self.schedules or prediction not in self.predictions:
-            raise ValueError(
-                f"schedule {schedule!r} of {tuple(self.schedules)}, prediction {prediction!r} of"
-                f" {tuple(self.predictions)}"
-            )
-        rule = self.predictions[prediction]
-        if rule.schedules is not None and schedule not in rule.schedules:
-            raise ValueError(
-                f"prediction {prediction} needs schedule {rule.schedules}: {schedule}"
-            )
-        if weighting not in self.weightings:
-            raise ValueError(f"weighting {weighting} is not supported with schedule {schedule}")
         self.schedule, self.prediction, self.weighting = schedule, prediction, weighting
         self.min_snr_gamma, self.velocity_floor = min_snr_gamma, velocity_floor
         self.num_predictions = 1
-        self.sampling_start = rule.sampling_start
+        self.sampling_start = self.predictions[prediction].sampling_start
         self.solvers = ("ddim", "dpm++2m", *(("heun",) if schedule == "rectified_flow" else ()))
 
     @property
@@ -196,7 +188,12 @@ class GaussianProcess:
         return self._rule.to_x0(alpha, sigma, predictions, z)
 
     def diagnose(self, predictions: Tensor, x0: Tensor) -> tuple[Tensor, ...]:
-        """Nothing: one prediction has no `diagnostics`."""
+        """The metrics of each latent that only this process has, for the logs: none. [B, ...]
+
+        Args:
+            predictions: Output of the network at some (z, t). [B, ..., P * D]
+            x0: Estimate that `to_x0` derives from them. [B, ..., D]
+        """
         return ()
 
     def loss_weights(self, t: Tensor) -> Tensor:

@@ -40,16 +40,11 @@ class GiddProcess:
         uniform_share: Fraction of uniform noise p_u in [0, 1).
         gamma: Exponent in (0, 2]; above 2 uniform noise would have to vanish faster than tokens
             do.
-
-    Raises:
-        ValueError: a parameter out of range.
     """
 
     def __init__(
         self, vocab_size: int, mask_token_id: int, uniform_share: float = 0.1, gamma: float = 1.0
     ):
-        if not 0 <= uniform_share < 1 or not 0 < gamma <= 2:
-            raise ValueError(f"uniform_share {uniform_share} in [0, 1), gamma {gamma} in (0, 2]")
         self.vocab_size, self.mask_token_id = vocab_size, mask_token_id
         self.num_noise_tokens = vocab_size - 1
         self.uniform_share, self.gamma = uniform_share, gamma
@@ -113,30 +108,6 @@ class GiddProcess:
         at_other = inflow / (1 - t)
         weights = torch.where(noised == self.mask_token_id, 1 / (t * (1 - t)), at_other)
         return torch.where(noised == tokens, at_token, weights)
-
-    def training_weights(
-        self, elbo_weights: Tensor, t: Tensor, weighting: str, largest: float
-    ) -> Tensor:
-        """Weights of the training loss, whose gradients vary less; only `elbo` bounds a
-        likelihood.
-
-        `clip` is min(w, largest). `dynamic` (GIDD+) is largest / 2 times 2 t (1 - t) w, which
-        keeps the proportions between the three kinds of z: with largest = 2 and gamma = 1 it is 2
-        at [MASK], 1 at a wrong token and rho / (1 + rho) at the right one. The paper has rho = (B
-        / N) sqrt(t / (1 - t)) there, the same to first order.
-
-        Args:
-            elbo_weights: Weights that `elbo_weights` returns.
-            t: Timesteps, broadcastable to the weights.
-            weighting: Weighting: elbo, clip or dynamic.
-            largest: Largest weight.
-        """
-        if weighting == "elbo":
-            return elbo_weights
-        if weighting == "clip":
-            return elbo_weights.clamp_max(largest)
-        t = t.double()
-        return (largest * t * (1 - t) * elbo_weights).clamp_max(largest)
 
     def divergence(self, tokens: Tensor, noised: Tensor, t: Tensor) -> GiddDivergence:
         """d of M rows: tokens and noised [M] int64, t [M] in (0, 1)."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from mmldlm.errors import UserError
-from mmldlm.models.mmdit_config import ModelConfig
-from mmldlm.models.plain_config import PlainConfig
+from mmldlm.models.layers import Modulation, StreamLinear
 from mmldlm.models.token_scores import TokenScores
+from mmldlm.models.transformer_config import TransformerConfig
 from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.json_files import plain_value
 from mmldlm.utils.validation import not_none
@@ -113,7 +113,10 @@ class BaseTransformer(nn.Module):
     """Base of MultimodalMMDiT and PlainTransformer, which add `blocks` and the rest.
 
     Args:
-        config: Shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
+        config: Shape and vocabulary, with all of `needed_keys` set.
+
+    Class attributes:
+        needed_keys: Keys that the data decides and a model cannot do without.
 
     Attributes:
         latent_mean, latent_std: Buffers with the scaling of the training latents. They are saved
@@ -122,18 +125,30 @@ class BaseTransformer(nn.Module):
             (`normalize_latents`).
 
     Raises:
-        UserError: one of those is missing or out of range.
+        UserError: one of those is missing.
     """
 
-    config_class: ClassVar[type[ModelConfig | PlainConfig]]
-    config: ModelConfig | PlainConfig
+    config_class: ClassVar[type[TransformerConfig]]
+    needed_keys: ClassVar[tuple[str, ...]] = (
+        "latent_dim",
+        "vocab_size",
+        "mask_token_id",
+        "pad_token_id",
+        "eos_token_id",
+    )
+    config: TransformerConfig
     blocks: Sequence[nn.Module]
     latent_mean: Tensor
     latent_std: Tensor
 
-    def __init__(self, config: ModelConfig | PlainConfig):
+    def __init__(self, config: TransformerConfig):
         super().__init__()
-        check_config(config)
+        if missing := [key for key in self.needed_keys if getattr(config, key) is None]:
+            raise UserError(
+                "a complete model config",
+                f"model.{', model.'.join(missing)} unset",
+                "set them, or take them from a store",
+            )
         self.config = config
         self._blocks_are_compiled = False
         self.normalizes_latents = False
@@ -188,44 +203,50 @@ class BaseTransformer(nn.Module):
         """Model space [..., D] -> encoder's latents, fp32."""
         return latents.float() * self.latent_std.float() + self.latent_mean.float()
 
-    def null_latents(self, batch: int) -> LatentInputs:
-        """Return the inputs of samples without latents, which the learned null replaces."""
-        config, device = self.config, self.latent_mean.device
-        shape = (batch, config.num_latents, not_none(config.latent_dim))
-        values = torch.zeros(shape, device=device)
-        return LatentInputs(values, is_null=torch.ones(batch, dtype=torch.bool, device=device))
+    def latent_points(self, latents: LatentInputs | None, batch: int | None) -> LatentInputs:
+        """Return latents with values [B, N, D]; None: those of `batch` samples without latents,
+        which the learned null replaces.
 
-    def check_latents(self, points: Tensor) -> None:
-        """Raise a ValueError for latents [B, N, D] whose shape does not fit the config."""
-        config = self.config
+        Raises:
+            ValueError: a shape that does not fit the config.
+        """
+        config, device = self.config, self.latent_mean.device
+        if latents is None:
+            assert batch is not None, "batch is needed without latents"
+            values = torch.zeros(
+                batch, config.num_latents, not_none(config.latent_dim), device=device
+            )
+            return LatentInputs(values, is_null=torch.ones(batch, dtype=torch.bool, device=device))
+        values = latents.values
+        points = values[:, None] if values.dim() == 2 else values
         if points.shape[-1] != config.latent_dim or points.shape[1] > config.num_latents:
             raise ValueError(
                 f"latents of shape {tuple(points.shape)}, but model.latent_dim is"
                 f" {config.latent_dim} and model.num_latents {config.num_latents}"
             )
+        return latents._replace(values=points)
+
+    def initialize_layers(self) -> None:
+        """Start from adaLN-Zero, where every block is the identity and every head reads the
+        unmodulated norm, Xavier's bounds, and small embeddings.
+        """
+        for module in self.modules():
+            if isinstance(module, (Modulation, StreamLinear)):
+                module.reset_parameters()
+            elif isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
 
     def check_text(self, text: TextInputs) -> None:
-        """Raise a TypeError for a tensor, as `forward` took before, and a ValueError for texts
-        longer than model.max_seq_len.
-        """
-        if not isinstance(text, TextInputs):
-            raise TypeError(
-                f"forward takes mmldlm.models.TextInputs(tokens, ...), not {type(text).__name__}"
-            )
+        """Raise a ValueError for texts longer than model.max_seq_len."""
         if text.tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
                 f"text of {text.tokens.shape[1]} tokens, but model.max_seq_len is"
                 f" {self.config.max_seq_len}"
             )
-
-    def dropout_rate(self, keys: Tensor | None) -> float:
-        """model.dropout in training, 0 otherwise; a ValueError where it has no keys."""
-        rate = self.config.dropout if self.training else 0.0
-        if rate and keys is None:
-            raise ValueError(
-                f"model.dropout={rate} needs dropout_keys in training (or model.eval())"
-            )
-        return rate
 
     def compile_blocks(self) -> None:
         """torch.compile every block by itself: compiling the complete model takes many minutes and
@@ -247,28 +268,6 @@ class BaseTransformer(nn.Module):
         if self.config.tie_embeddings:
             del tensors["text_head.weight"]
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        values = json.dumps(self.config_dict(), indent=2, default=plain_value)
-        write_text(folder / "config.json", values + "\n")
-
-    def config_dict(self) -> dict[str, Any]:
-        """Contents of config.json: the model section plus the architecture's name."""
-        return {"architecture": type(self).__name__, **self.config.model_dump()}
-
-
-def check_config(config: ModelConfig | PlainConfig) -> None:
-    """Raise a UserError for sizes or token ids that are unset or out of range."""
-    keys = ("latent_dim", "vocab_size", "mask_token_id", "pad_token_id", "eos_token_id")
-    missing = [key for key in keys if getattr(config, key) is None]
-    if missing:
-        raise UserError(
-            "a complete model config",
-            f"model.{', model.'.join(missing)} unset",
-            "set them, or take them from a store",
-        )
-    for key in ("mask_token_id", "pad_token_id", "eos_token_id"):
-        if not 0 <= getattr(config, key) < not_none(config.vocab_size):
-            raise UserError(
-                f"model.{key} below model.vocab_size={config.vocab_size}",
-                f"model.{key}={getattr(config, key)}",
-                "use the vocabulary size and ids of the tokenizer the data was prepared with",
-            )
+        values = {"architecture": type(self).__name__, **self.config.model_dump()}
+        text = json.dumps(values, indent=2, default=plain_value)
+        write_text(folder / "config.json", text + "\n")

@@ -99,10 +99,6 @@ class RowDropout(NamedTuple):
         """
         return x.masked_fill(self._dropped(x.shape[1], site), 0.0) * self._scale()
 
-    def drop_(self, x: Tensor, site: int) -> Tensor:
-        """`drop` in place, bit for bit the same."""
-        return x.masked_fill_(self._dropped(x.shape[1], site), 0.0).mul_(self._scale())
-
     def _threshold(self) -> int:
         return min(round(self.rate * (1 << 16)), (1 << 16) - 1)
 

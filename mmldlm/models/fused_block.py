@@ -104,27 +104,9 @@ class SavedTensors(NamedTuple):
 # -- products with one weight per stream ----------------------------------------------------------
 
 
-def _find_grouped_mm():
-    """torch's grouped product if it works on a CPU: not in every version that is supported."""
-    function = getattr(F, "grouped_mm", None)
-    if function is None:
-        return None
-    x = torch.arange(12, dtype=torch.float32, device="cpu").view(3, 4)
-    weights = torch.arange(32, dtype=torch.float32, device="cpu").view(2, 4, 4)
-    try:
-        result = function(x, weights, offs=torch.tensor([2, 3], dtype=torch.int32, device="cpu"))
-    except (TypeError, RuntimeError, NotImplementedError):
-        return None
-    expected = torch.cat([x[:2] @ weights[0], x[2:] @ weights[1]])
-    return function if torch.equal(result, expected) else None
-
-
-_grouped_mm = _find_grouped_mm()
-
-
 def _is_grouped(packing: Packing, x: Tensor, weight: Tensor) -> bool:
     """Whether grouped_mm takes this product: rows of both must start at multiples of 16 bytes."""
-    if _grouped_mm is None or packing.group_offsets is None or x.dtype == torch.float64:
+    if packing.group_offsets is None or x.dtype == torch.float64:
         return False
     sizes = (x.shape[1], weight.shape[0] // len(packing.stream_ends), weight.shape[1])
     return not any(size * x.element_size() % 16 for size in sizes)
@@ -154,7 +136,7 @@ def _matmul(
     x: Tensor, weights: Tensor, packing: Packing, is_grouped: bool, out: Tensor | None = None
 ) -> Tensor:
     if out is None and is_grouped:
-        return _grouped_mm(x, weights, offs=packing.group_offsets)
+        return F.grouped_mm(x, weights, offs=packing.group_offsets)
     if out is None:
         out = x.new_empty(x.shape[0], weights.shape[2])
     for rows, weight in zip(stream_slices(packing.stream_ends), weights):
@@ -167,7 +149,7 @@ def _weight_grad(grad: Tensor, x: Tensor, weight: Tensor, packing: Packing) -> T
     gradient [R, O].
     """
     if _is_grouped(packing, x, weight):
-        result = _grouped_mm(grad.t(), x, offs=packing.group_offsets)
+        result = F.grouped_mm(grad.t(), x, offs=packing.group_offsets)
         return result.view(weight.shape).to(weight.dtype)
     result = grad.new_empty(len(packing.stream_ends), grad.shape[1], x.shape[1])
     for rows, part in zip(stream_slices(packing.stream_ends), result):
@@ -203,13 +185,6 @@ def _scale_streams(rows: Tensor, weights: Tensor, packing: Packing, out: Tensor)
     """
     for part, weight in zip(stream_slices(packing.stream_ends), weights):
         torch.mul(rows[part], weight, out=out[part])
-
-
-def _multiply_out(a: Tensor, b: Tensor, out: Tensor) -> None:
-    if not a.dtype == b.dtype == out.dtype:
-        out.copy_(a * b)
-    else:
-        torch.mul(a, b, out=out)
 
 
 # -- the block ------------------------------------------------------------------------------------
@@ -262,13 +237,13 @@ def _forward(
     rows = mixed.detach().to(low).index_select(0, output_packing.inverse_order)
     attended = _stream_matmul(rows, weights.out.to(low), output_packing)
     if dropout is not None:
-        dropout.drop_(attended, ATTENTION)
+        attended = dropout.drop(attended, ATTENTION)
     middle = torch.addcmul(select_rows(x, output_packing), gate, attended.to(x.dtype))
     rows = torch.addcmul(mlp_shift, _norm(middle)[0], mlp_scale).to(low)
     inner = _stream_matmul(rows, weights.mlp_in.to(low), output_packing)
     outer = _stream_matmul(F.gelu(inner), weights.mlp_out.to(low), output_packing)
     if dropout is not None:
-        dropout.drop_(outer, MLP)
+        outer = dropout.drop(outer, MLP)
     out = torch.addcmul(middle, mlp_gate, outer.to(x.dtype))
     return out, SavedTensors(table, unit, length, joint, mixed, attended, inner, outer)
 
@@ -373,10 +348,10 @@ class _Backward:
         """The MLP and its residual branch: the gradient of the rows before it. [Q, H]"""
         saved, packing = self.saved, self.output_packing
         _, d_shift, d_scale, d_gate = self.output_columns.chunk(4, dim=1)
-        _multiply_out(grad, saved.outer, d_gate)
+        torch.mul(grad, saved.outer, out=d_gate)
         d_outer = (grad * mlp_gate).to(self.low)
         if self.dropout is not None:
-            self.dropout.drop_(d_outer, MLP)
+            d_outer = self.dropout.drop(d_outer, MLP)
         self._weight_grad("mlp_out", d_outer, F.gelu(saved.inner), packing)
         d_inner = _stream_matmul_transposed(d_outer, self.weights.mlp_out.to(self.low), packing)
         d_inner = aten.gelu_backward(d_inner, saved.inner)
@@ -393,10 +368,10 @@ class _Backward:
         """Attention and its output layer: the gradient of its input. [P, 3, heads, head_dim]"""
         saved, packing, width = self.saved, self.output_packing, self.x.shape[1]
         order = self.packing.order
-        _multiply_out(d_middle, saved.attended, self.output_columns[:, :width])
+        torch.mul(d_middle, saved.attended, out=self.output_columns[:, :width])
         d_attended = (d_middle * gate).to(self.low)
         if self.dropout is not None:
-            self.dropout.drop_(d_attended, ATTENTION)
+            d_attended = self.dropout.drop(d_attended, ATTENTION)
         self._weight_grad(
             "out",
             d_attended,

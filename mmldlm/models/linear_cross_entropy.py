@@ -114,18 +114,12 @@ class _ChunkedHead:
             self.softmax = torch.empty(
                 min(self.part_rows, len(self.logits)), width, dtype=exact, device=device
             )
-        self.minus_one = self.weights.new_full((1, 1), -1.0)
         self.grad_hidden = torch.empty_like(self.hidden) if needs[0] else None
         # Each chunk's share of the weight's gradient is rounded to the compute dtype. Two shares
         # are summed with one more rounding, more of them in fp32.
         sums = low if weight.dtype == low and num_rows <= 2 * chunk_rows else exact
         self.grad_weight = (
-            torch.empty(weight.shape, dtype=sums, device=device) if needs[1] else None
-        )
-        self.product = (
-            torch.empty(weight.shape, dtype=low, device=device)
-            if needs[1] and sums != low
-            else None
+            torch.zeros(weight.shape, dtype=sums, device=device) if needs[1] else None
         )
         self.grad_bias = torch.zeros(bias.shape, dtype=exact, device=device) if needs[2] else None
         self.needs_any = any(needs)
@@ -140,9 +134,12 @@ class _ChunkedHead:
                     self.weights[rows]
                 )
             if self.grad_weight is not None:
-                self._add_weight_grad(grad_logits, rows)
-        if len(self.nll) == 0 and self.grad_weight is not None:
-            self.grad_weight.zero_()
+                weighted = (self.hidden[rows] * self.weights[rows]).to(self.low)
+                if self.grad_weight.dtype == self.low:
+                    total = self.grad_weight
+                    torch.addmm(total, grad_logits.t(), weighted, out=total)
+                else:
+                    self.grad_weight.add_(grad_logits.t() @ weighted)
 
     def _score(self, rows: slice) -> Tensor:
         """NLL and correctness of a chunk; returns P - onehot(t) of it [rows, V], if gradients are
@@ -172,7 +169,7 @@ class _ChunkedHead:
             torch.sub(log_normalizer, target_score, out=self.nll[part_rows, None])
             if not self.needs_any:
                 continue
-            probs.scatter_add_(1, target, self.minus_one.expand(len(part), 1))
+            probs.scatter_add_(1, target, probs.new_full((len(part), 1), -1.0))
             if self.grad_bias is not None:
                 self.grad_bias.addmv_(probs.t(), self.weights[part_rows, 0])
             if self.low != self.exact:
@@ -180,17 +177,6 @@ class _ChunkedHead:
                 # what stands there, and made NaN of -inf.
                 logits[first : first + len(part)] = softmax
         return scores
-
-    def _add_weight_grad(self, grad_logits: Tensor, rows: slice) -> None:
-        total, product = self.grad_weight, self.product
-        assert total is not None
-        weighted = (self.hidden[rows] * self.weights[rows]).to(self.low)
-        if product is None and rows.start:
-            torch.addmm(total, grad_logits.t(), weighted, out=total)
-        else:
-            torch.mm(grad_logits.t(), weighted, out=total if product is None else product)
-        if product is not None:
-            _add(total, product, is_first=rows.start == 0)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -246,18 +232,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grads = [None if g is None else g.mul_(grad_sum.to(g.dtype)) for g in ctx.grads]
         ctx.grads = None
         return (*grads, *[None] * 6)
-
-
-def _add(total: Tensor, part: Tensor, is_first: bool) -> None:
-    """Add to a total of another dtype; on a CPU by rows, because torch copies all that it converts
-    there.
-    """
-    if is_first:
-        total.copy_(part)
-        return
-    rows = 4096 if total.device.type == "cpu" else len(total)
-    for total_rows, part_rows in zip(total.split(rows), part.split(rows)):
-        total_rows.add_(part_rows)
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -8,8 +8,9 @@ counts against the storages that autograd keeps.
 from __future__ import annotations
 
 from mmldlm.models.flops import FREQUENCIES, latent_rows
-from mmldlm.models.mmdit_config import ModelConfig, recomputed_blocks
+from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.models.plain_config import PlainConfig
+from mmldlm.models.transformer_config import TransformerConfig
 from mmldlm.utils.validation import not_none
 
 # Logits that exist at once (models/linear_cross_entropy.py): a GPU wants large products, on a CPU
@@ -57,9 +58,7 @@ def mmdit_activation_bytes(model: ModelConfig, batch: int, length: int, dtype: s
     return int(blocks + outside)
 
 
-def _kept_by_blocks(
-    model: ModelConfig | PlainConfig, block: float, last: float, inputs: float
-) -> float:
+def _kept_by_blocks(model: TransformerConfig, block: float, last: float, inputs: float) -> float:
     """Bytes of all blocks as the backward pass begins or runs the last of them again.
 
     Args:
@@ -67,7 +66,7 @@ def _kept_by_blocks(
         last: The same of the last block.
         inputs: Bytes of a block's inputs.
     """
-    again = recomputed_blocks(model.gradient_checkpointing, model.n_blocks)
+    again = model.recomputed_blocks
     kept = len(again) * inputs + (model.n_blocks - len(again)) * block
     return kept + block if model.n_blocks - 1 in again else kept - block + last
 
@@ -158,7 +157,7 @@ def plain_activation_bytes(
 
 
 def logits_bytes(
-    model: ModelConfig | PlainConfig, batch: int, length: int, dtype: str, on_gpu: bool
+    model: TransformerConfig, batch: int, length: int, dtype: str, on_gpu: bool
 ) -> int:
     """Most bytes of logits that exist at once when half of the text is scored
     (models/linear_cross_entropy.py).

@@ -53,20 +53,19 @@ from mmldlm.models.layers import (
     product_dtype,
     random_parameter,
 )
-from mmldlm.models.mmdit_config import ModelConfig, recomputed_blocks
+from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.models.packing import (
     Packing,
     PackingShape,
     attend,
+    computed_text,
     modulation_of_rows,
     pack,
-    packed_positions,
     packed_values,
     ragged_kind,
     row_positions,
     rows_of_positions,
     select_rows,
-    text_keys,
     to_positions,
     to_rows,
 )
@@ -133,13 +132,13 @@ class LatentEncoder(nn.Module):
         super().__init__()
         width, cond, chunks = config.hidden_size, config.cond_dim, config.tokens_per_latent
         dim = not_none(config.latent_dim)
-        self.grids = {math.prod(grid): grid for grid in config.latent_grids or []}
+        self.config = config
         self.tokens_per_latent, self.hidden_size = chunks, width
         self.to_tokens = nn.Linear(dim, chunks * width)
         self.to_pooled = nn.Sequential(nn.Linear(dim, cond), nn.SiLU(), nn.Linear(cond, cond))
         self.chunk_position = random_parameter(chunks, width)
         self.latent_position = None
-        if not self.grids:
+        if not config.latent_grids:
             self.latent_position = random_parameter(config.num_latents, 1, width)
         self.null_tokens = random_parameter(chunks, width)
         self.null_pooled = nn.Parameter(torch.zeros(cond))
@@ -166,11 +165,8 @@ class LatentEncoder(nn.Module):
     def _positions(self, count: int, tokens: Tensor) -> Tensor:
         if self.latent_position is not None:
             return self.latent_position[:count]
-        if count not in self.grids:
-            raise ValueError(
-                f"{count} latents, but model.latent_grids is {list(self.grids.values())}"
-            )
-        return _fixed_positions(*self.grids[count], self.hidden_size, tokens.dtype, tokens.device)
+        rows, columns = not_none(self.config.grid_of(count))
+        return _fixed_positions(rows, columns, self.hidden_size, tokens.dtype, tokens.device)
 
 
 # -- block ----------------------------------------------------------------------------------------
@@ -364,7 +360,7 @@ class MultimodalMMDiT(BaseTransformer):
         config: Shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
 
     Raises:
-        UserError: one of those is missing or out of range, or latent_rope without a latent_grid.
+        UserError: one of those is missing, or latent_rope without a latent_grid.
     """
 
     config_class: ClassVar[type[ModelConfig]] = ModelConfig
@@ -390,16 +386,7 @@ class MultimodalMMDiT(BaseTransformer):
         self._initialize()
 
     def _initialize(self) -> None:
-        # adaLN-Zero: every block starts as the identity, every head reads the unmodulated norm.
-        for module in self.modules():
-            if isinstance(module, (Modulation, StreamLinear)):
-                module.reset_parameters()
-            elif isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+        self.initialize_layers()
         self.initialize_latents()
         if self.config.tie_embeddings:
             self.text_head.weight = cast("nn.Parameter", self.text_encoder.token_embedding.weight)
@@ -429,9 +416,8 @@ class MultimodalMMDiT(BaseTransformer):
             side_inputs: What a subclass reads besides (`encode_points`, `embed_text`).
 
         Raises:
-            ValueError: on shapes that do not fit the config, dropout without keys, token_positions
-                that leave text out without an attention_mask, or (on a CPU) a scored position that
-                is padding.
+            ValueError: on shapes that do not fit the config, token_positions that leave text out
+                without an attention_mask, or (on a CPU) a scored position that is padding.
         """
         reads_text = text is not None
         if text is None:
@@ -515,17 +501,8 @@ class MultimodalMMDiT(BaseTransformer):
         """Which positions of the text [B, S] are computed ([N], None for all), and the packing of
         the batch.
         """
-        config, tokens, token_positions = self.config, text.tokens, text.token_positions
-        positions = keys = None
-        if not (
-            leaves_padding
-            and token_positions is not None
-            and token_positions.shape[0] == tokens.numel()
-        ):
-            keys = text_keys(text.attention_mask, text.is_null, tokens)
-            positions = packed_positions(token_positions, keys) if leaves_padding else None
-            if positions is not None and positions.shape[0] == tokens.numel():
-                positions = keys = None
+        config, tokens = self.config, text.tokens
+        positions, keys = computed_text(text, leaves_padding)
         if positions is not None and keys is None:
             raise ValueError(
                 "token_positions leaves text out, so attention_mask must name it as padding"
@@ -554,9 +531,10 @@ class MultimodalMMDiT(BaseTransformer):
         self, keys: Tensor | None, packed: Tensor | None, length: int, packing: Packing
     ) -> RowDropout | None:
         """Dropout of all rows, where this pass has any."""
-        rate = self.dropout_rate(keys)
-        if rate == 0 or keys is None:
+        rate = self.config.dropout if self.training else 0.0
+        if rate == 0:
             return None
+        assert keys is not None, "model.dropout needs dropout_keys in training (or model.eval())"
         position = row_positions(packed, length, packing)
         return RowDropout.of_rows(keys, packing.sample, position, len(self.blocks), rate)
 
@@ -569,9 +547,7 @@ class MultimodalMMDiT(BaseTransformer):
         dropout: RowDropout | None,
     ) -> Tensor:
         """[R, H] -> [Q, H], the rows of the output packing."""
-        checkpointed = range(0)
-        if torch.is_grad_enabled():
-            checkpointed = recomputed_blocks(self.config.gradient_checkpointing, len(self.blocks))
+        checkpointed = self.config.recomputed_blocks if torch.is_grad_enabled() else range(0)
         # Compiled, the last block would need a graph of its own: minutes for a fraction of one
         # block.
         last = None if self._blocks_are_compiled else self.blocks[-1]
@@ -623,19 +599,12 @@ class MultimodalMMDiT(BaseTransformer):
         Raises:
             ValueError: shapes that do not fit the config.
         """
-        if latents is None:
-            assert batch is not None, "batch is needed without latents"
-            latents = self.null_latents(batch)
-        values = latents.values
-        points = values[:, None] if values.dim() == 2 else values
-        self.check_latents(points)
-        encoded = self.encode_points(latents._replace(values=points), side_inputs)
+        latents = self.latent_points(latents, batch)
+        encoded = self.encode_points(latents, side_inputs)
         return encoded._replace(timesteps=latents.timesteps)
 
     def encode_points(self, latents: LatentInputs, side_inputs: Any) -> EncodedLatent:
         """Encode latents of shape [B, n, D]."""
-        if side_inputs is not None:
-            raise ValueError(f"side_inputs are not read by {type(self).__name__}")
         return EncodedLatent(*self.latent_encoder(self.scaled_points(latents), latents.is_null))
 
     def scaled_points(self, latents: LatentInputs) -> Tensor:
@@ -676,8 +645,6 @@ class MultimodalMMDiT(BaseTransformer):
             latents: Those of `forward`.
             query: Argument latent_query of `forward`.
         """
-        if query is not None:
-            raise ValueError(f"latent_query is not read by {type(self).__name__}")
         prediction = self.latent_head(rows, condition).float()
         # The prediction has the shape of the latents, [B, D] where that was given.
         if latents is None or latents.values.dim() == 2:

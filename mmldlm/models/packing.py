@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmldlm.models.base import TextInputs
 from mmldlm.models.layers import QK_EPS, cache_tensor, rotary_table
 
 # Below this fraction of real positions, attention runs over samples of equal length (or over
@@ -210,29 +211,29 @@ def select_rows(x: Tensor, output_packing: Packing) -> Tensor:
     return x if output_packing.kept_rows is None else x.index_select(0, output_packing.kept_rows)
 
 
-def text_keys(
-    attention_mask: Tensor | None, text_is_null: Tensor | None, tokens: Tensor
-) -> Tensor | None:
-    """[B, S] bool of the text that may be attended to, or None when all may."""
-    if attention_mask is None and text_is_null is None:
-        return None
-    keys = attention_mask.bool() if attention_mask is not None else None
-    if text_is_null is not None:
+def computed_text(text: TextInputs, leaves_padding: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return which positions of the text [B, S] are computed ([N], None for all), and which may be
+    attended to ([B, S] bool, None for all).
+
+    Args:
+        leaves_padding: Whether padding may be left out; where nothing lists the real tokens, they
+            are found from the mask if that is free.
+    """
+    tokens, positions = text.tokens, text.token_positions
+    if leaves_padding and positions is not None and len(positions) == tokens.numel():
+        return None, None
+    keys = None if text.attention_mask is None else text.attention_mask.bool()
+    if text.is_null is not None:
         only_first = torch.arange(tokens.shape[1], device=tokens.device) == 0
         others = torch.ones_like(tokens, dtype=torch.bool) if keys is None else keys
-        keys = torch.where(text_is_null[:, None], only_first, others)
-    return keys
-
-
-def packed_positions(token_positions: Tensor | None, keys: Tensor | None) -> Tensor | None:
-    """[N] positions in B * S of the text to compute, None for all; found from the mask if that is
-    free.
-    """
-    if token_positions is not None:
-        return token_positions
-    if keys is None or keys.device.type != "cpu":
-        return None
-    return keys.flatten().nonzero()[:, 0]
+        keys = torch.where(text.is_null[:, None], only_first, others)
+    if not leaves_padding:
+        return None, keys
+    if positions is None and keys is not None and keys.device.type == "cpu":
+        positions = keys.flatten().nonzero()[:, 0]
+        if len(positions) == tokens.numel():
+            return None, None
+    return positions, keys
 
 
 def packed_values(values: Tensor, packed: Tensor | None) -> Tensor:
@@ -495,6 +496,32 @@ def attention_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     )
 
 
+def attend_ragged(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    longest_key: int,
+    **options: Any,
+) -> Tensor:
+    """Attention inside every sample of ragged rows, one kernel of a GPU: queries [P, heads,
+    head_dim], keys and values [K, heads, head_dim] -> [P, heads * head_dim].
+
+    Args:
+        starts, key_starts: First row of each sample, and the end. [B + 1] int32
+        longest, longest_key: Most rows of a sample.
+        options: Those of `varlen_attn`.
+    """
+    from torch.nn.attention.varlen import varlen_attn
+
+    mixed = varlen_attn(query, key, value, starts, key_starts, longest, longest_key, **options)
+    # A pair is returned only where it is asked for.
+    assert isinstance(mixed, Tensor)
+    return mixed.flatten(1)
+
+
 def attend(qkv: Tensor, packing: Packing, scale: float | None = None) -> Tensor:
     """Bidirectional attention inside every sample: [P, 3, heads, head_dim] -> [P, heads *
     head_dim].
@@ -505,13 +532,9 @@ def attend(qkv: Tensor, packing: Packing, scale: float | None = None) -> Tensor:
     if qkv.dtype != exact:
         return attend(qkv.to(exact), packing, scale).to(qkv.dtype)
     if packing.starts is not None:
-        from torch.nn.attention.varlen import varlen_attn
-
-        (query, key, value), starts, longest = qkv.unbind(1), packing.starts, packing.longest
-        mixed = varlen_attn(query, key, value, starts, starts, longest, longest, scale=scale)
-        # A pair is returned only where it is asked for.
-        assert isinstance(mixed, Tensor)
-        return mixed.flatten(1)
+        query, key, value = qkv.unbind(1)
+        edges = (packing.starts, packing.starts, packing.longest, packing.longest)
+        return attend_ragged(query, key, value, *edges, scale=scale)
     if packing.runs is not None:
         sizes = [length * num_samples for length, num_samples in packing.runs]
         parts = zip(qkv.split(sizes), packing.runs)

@@ -30,8 +30,7 @@ from mmldlm.models.layers import (
     product_dtype,
     random_parameter,
 )
-from mmldlm.models.mmdit_config import recomputed_blocks
-from mmldlm.models.packing import packed_values, rows_of_positions
+from mmldlm.models.packing import computed_text, packed_values, rows_of_positions
 from mmldlm.models.plain_config import PlainConfig
 from mmldlm.models.plain_layout import (
     Layout,
@@ -354,7 +353,7 @@ class PlainTransformer(BaseTransformer):
         config: Shape and vocabulary; latent_dim, vocab_size and the token ids must be set.
 
     Raises:
-        UserError: one of those is missing or out of range.
+        UserError: one of those is missing.
     """
 
     config_class: ClassVar[type[PlainConfig]] = PlainConfig
@@ -387,15 +386,7 @@ class PlainTransformer(BaseTransformer):
 
     @torch.no_grad()
     def _initialize(self) -> None:
-        for module in self.modules():
-            if isinstance(module, Modulation):
-                module.reset_parameters()
-            elif isinstance(module, nn.Linear):
-                nn.init.xavier_uniform_(module.weight)
-                if module.bias is not None:
-                    nn.init.zeros_(module.bias)
-            elif isinstance(module, nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+        self.initialize_layers()
         branches = 1.0 if self.config.is_modulated else (2 * self.config.n_blocks) ** -0.5
         for block in self.blocks:
             for weight in block.to_qkv.weight.chunk(3):
@@ -433,14 +424,9 @@ class PlainTransformer(BaseTransformer):
                     "this model is unconditional (model.conditioning=none): it reads no latents"
                 )
             return EncodedLatent()
-        if latents is None:
-            assert batch is not None, "batch is needed without latents"
-            latents = self.null_latents(batch)
-        if latents.timesteps is not None:
+        points, timesteps, is_null = self.latent_points(latents, batch)
+        if timesteps is not None:
             raise ValueError("PlainTransformer reads clean latents: they have no timesteps")
-        values, is_null = latents.values, latents.is_null
-        points = values[:, None] if values.dim() == 2 else values
-        self.check_latents(points)
         tokens = None if self.latent_tokens is None else self.latent_tokens(points, is_null)
         pooled = None if self.latent_pooled is None else self.latent_pooled(points, is_null)
         keys_values = None
@@ -469,7 +455,7 @@ class PlainTransformer(BaseTransformer):
 
         Raises:
             ValueError: on shapes that do not fit the config, latents for a model that reads none,
-                dropout without keys, or (on a CPU) a scored position that is padding.
+                or (on a CPU) a scored position that is padding.
         """
         if text is None:
             assert isinstance(latents, LatentInputs), "without a text there are latents"
@@ -484,7 +470,7 @@ class PlainTransformer(BaseTransformer):
         query = TokenQuery() if query is None else query
         # Without positions all logits are computed, those of padding included.
         scored = query.positions
-        packed, mask = self._packed_positions(text, leaves_padding=scored is not None)
+        packed, mask = computed_text(text, leaves_padding=scored is not None)
         rows = self._text_rows(tokens, packed)
         prefix = encoded.tokens if self.config.conditioning == "prefix" else None
         layout = self._lay_out(packed, mask, tokens, prefix, product_dtype(rows))
@@ -542,23 +528,6 @@ class PlainTransformer(BaseTransformer):
             parts.append(not_none(encoded.pooled))
         return nn.functional.silu(sum(parts[1:], parts[0]))
 
-    @staticmethod
-    def _packed_positions(
-        text: TextInputs, leaves_padding: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Which positions of the text [B, S] are computed ([N], None for all), and which may be
-        attended to.
-        """
-        mask = None if text.attention_mask is None else text.attention_mask.bool()
-        if not leaves_padding:
-            return None, mask
-        positions = text.token_positions
-        if positions is None and mask is not None and mask.device.type == "cpu":
-            positions = mask.flatten().nonzero()[:, 0]
-        if positions is not None and len(positions) == text.tokens.numel():
-            return None, None
-        return positions, mask
-
     def _lay_out(
         self,
         packed: Tensor | None,
@@ -587,9 +556,10 @@ class PlainTransformer(BaseTransformer):
         layout: Layout,
     ) -> RowDropout | None:
         """Dropout of all rows, where this pass has any."""
-        rate = self.dropout_rate(keys)
-        if rate == 0 or keys is None:
+        rate = self.config.dropout if self.training else 0.0
+        if rate == 0:
             return None
+        assert keys is not None, "model.dropout needs dropout_keys in training (or model.eval())"
         num_prefix = 0 if prefix is None else prefix.shape[1]
         sites = 3 if self.config.conditioning == "cross_attention" else 2
         shape = (tokens.shape[0], tokens.shape[1])
@@ -623,9 +593,7 @@ class PlainTransformer(BaseTransformer):
         dropout: RowDropout | None,
     ) -> Tensor:
         """[R, H] -> [Q, H], the kept rows."""
-        checkpointed = range(0)
-        if torch.is_grad_enabled():
-            checkpointed = recomputed_blocks(self.config.gradient_checkpointing, len(self.blocks))
+        checkpointed = self.config.recomputed_blocks if torch.is_grad_enabled() else range(0)
         crosses = self.config.conditioning == "cross_attention"
         # Compiled, the last block would need a graph of its own.
         last = None if self._blocks_are_compiled else len(self.blocks) - 1
@@ -674,11 +642,6 @@ class TextCache:
     def batch(self) -> int:
         """B."""
         return self.past[0][0].shape[0]
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no logits were computed yet."""
-        return self.length == self.prefix
 
     def select(self, rows: Tensor) -> None:
         """Keep (or repeat) the texts rows [B'] int64: finished texts leave, beams are
@@ -730,19 +693,7 @@ def next_logits(model: PlainTransformer, cache: TextCache, tokens: Tensor | None
 
     Returns:
         [B, V] fp32, -inf for [MASK].
-
-    Raises:
-        ValueError: the texts have max_seq_len tokens, or tokens are given for empty texts, or
-            missing for others.
     """
-    if (tokens is None) != cache.is_empty:
-        raise ValueError(
-            "next_logits takes no tokens for empty texts, and one token a text after that"
-        )
-    if cache.length - cache.prefix >= model.config.max_seq_len:
-        raise ValueError(
-            f"the texts already have model.max_seq_len={model.config.max_seq_len} tokens"
-        )
     if tokens is None:
         rows = not_none(model.start_token).expand(cache.batch, -1)
     else:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmldlm.models.layers import cache_tensor, rotary_table, without_autocast
-from mmldlm.models.packing import RECTANGLE_FILL, attention_dtype, has_varlen
+from mmldlm.models.packing import RECTANGLE_FILL, attend_ragged, attention_dtype, has_varlen
 
 
 class Layout(NamedTuple):
@@ -169,14 +169,9 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, causal: bo
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, causal: bool) -> Tensor:
     if layout.starts is not None:
-        from torch.nn.attention.varlen import varlen_attn
-
+        edges = (layout.starts, layout.starts, layout.width, layout.width)
         window = (-1, 0) if causal else (-1, -1)
-        starts, width = layout.starts, layout.width
-        mixed = varlen_attn(query, key, value, starts, starts, width, width, window_size=window)
-        # A pair is returned only where it is asked for.
-        assert isinstance(mixed, Tensor)
-        return mixed.flatten(1)
+        return attend_ragged(query, key, value, *edges, window_size=window)
     if layout.lengths is not None:
         queries, keys, values = (
             x.transpose(0, 1)[None].split(layout.lengths, dim=2) for x in (query, key, value)
@@ -202,17 +197,12 @@ def cross_attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout) -> T
     with without_autocast(query):
         query, key, value = (x.to(exact) for x in (query, key, value))
         if layout.starts is not None:
-            from torch.nn.attention.varlen import varlen_attn
-
             tokens = key.shape[1]
             ends = torch.arange(
                 0, (layout.batch + 1) * tokens, tokens, dtype=torch.int32, device=query.device
             )
-            key, value = key.flatten(0, 1), value.flatten(0, 1)
-            mixed = varlen_attn(query, key, value, layout.starts, ends, layout.width, tokens)
-            # A pair is returned only where it is asked for.
-            assert isinstance(mixed, Tensor)
-            return mixed.flatten(1).to(low)
+            edges = (layout.starts, ends, layout.width, tokens)
+            return attend_ragged(query, key.flatten(0, 1), value.flatten(0, 1), *edges).to(low)
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         if layout.lengths is not None:
             parts = query.transpose(0, 1)[None].split(layout.lengths, dim=2)

@@ -6,9 +6,7 @@ config.json is compared with the tensors' shapes before a model is built from it
 
 from __future__ import annotations
 
-import contextlib
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,19 +33,17 @@ COPY_AGAIN = "copy it again from its source, or convert the checkpoint again"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def read(kind: type[Model], path: str | Path, device: str, dtype: torch.dtype) -> Model:
+def read(kind: type[Model], name: str | Path, device: str, dtype: torch.dtype) -> Model:
     """Implement `MultimodalMMDiT.from_pretrained`."""
-    folder = model_path(path)
+    folder = model_path(name)
     config_path = folder / "config.json"
     config = checked_section(read_values(config_path), kind.config_class, config_path)
-    files = _weight_files(folder)
-    shapes = {name: shape for name, shape, _ in iter_safetensors(files)}
+    tensors: dict[str, Tensor] = {}
+    for path in _weight_files(folder):
+        tensors |= _read_safetensors(path)
+    tensors = {name: value for name, value in tensors.items() if not is_removed_weight(name)}
+    shapes = {name: tuple(value.shape) for name, value in tensors.items()}
     check_shapes(kind, config, shapes, config_path)
-    tensors = {
-        name: read_tensor()
-        for name, _, read_tensor in iter_safetensors(files)
-        if not is_removed_weight(name)
-    }
     if other := [
         f"{name}: {tensor.dtype}"
         for name, tensor in tensors.items()
@@ -111,37 +107,18 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def iter_safetensors(
-    files: list[Path],
-) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Tensor]]]:
-    """Yield (name, shape, function that reads the tensor) of every tensor of safetensors files.
+def _read_safetensors(path: Path) -> dict[str, Tensor]:
+    """Read all tensors of a file.
 
-    Raises (also from the function):
+    Raises:
         UserError: a truncated file, or a header with wrong sizes, shapes or positions.
     """
-    from safetensors import safe_open
-
-    for path in files:
-        with _damage_as_user_error(path):
-            open_regular(path).close()  # the library names no error of the system
-            file = safe_open(path, framework="pt")
-
-        def read_tensor(name: str, path: Path = path, file: Any = file) -> Tensor:
-            with _damage_as_user_error(path):
-                return file.get_tensor(name)
-
-        with _damage_as_user_error(path):
-            shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
-        for name, shape in shapes.items():
-            yield name, shape, functools.partial(read_tensor, name)
-
-
-@contextlib.contextmanager
-def _damage_as_user_error(path: Path) -> Iterator[None]:
     from safetensors import SafetensorError
+    from safetensors.torch import load_file
 
     try:
-        yield
+        open_regular(path).close()  # the library names no error of the system
+        return load_file(path)
     except OSError as error:
         found = describe_os_error(error)
         raise UserError(f"a safetensors file {path}", found, COPY_AGAIN) from error

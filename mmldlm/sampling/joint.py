@@ -8,8 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from mmldlm.diffusion import MaskedDiffusion
-from mmldlm.diffusion.process import LatentProcess
+from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import predict_lengths
@@ -34,7 +33,7 @@ def sample_joint(
     num_samples: int,
     *,
     text_diffusion: MaskedDiffusion,
-    latent_diffusion: LatentProcess,
+    latent_diffusion: GaussianProcess,
     steps: int = 64,
     sampler: str = "ancestral",
     solver: str = "ddim",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.data.encoders.encoder import token_budget_batches
-from mmldlm.diffusion.process import LatentProcess
+from mmldlm.diffusion import GaussianProcess
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
@@ -38,7 +38,7 @@ class LatentSolver:
 
     def __init__(
         self,
-        process: LatentProcess,
+        process: GaussianProcess,
         steps: int,
         method: str = "ddim",
         eta: float | str = 0.0,
@@ -102,7 +102,7 @@ class LatentSolver:
         return self.process.multistep(x0, z, here, there, previous)
 
 
-def steps_given_text(process: LatentProcess) -> int:
+def steps_given_text(process: GaussianProcess) -> int:
     """Return the default number of steps for an embedding given its text.
 
     The text determines its embedding, so the x0 estimate from pure noise is already the expected
@@ -211,7 +211,7 @@ def sample_latents(
     model: Model,
     texts: Sequence[Sequence[int]] | None,
     *,
-    diffusion: LatentProcess,
+    diffusion: GaussianProcess,
     steps: int = 12,
     num_samples: int | None = None,
     method: str = "ddim",

@@ -27,9 +27,9 @@ REMOVED_OPTIONS = (
 """Options of `mmldlm sample` that are gone."""
 
 SOLVERS = ("ddim", "dpm++2m", "heun")
-"""Solvers of latents; which of them a process has: `LatentProcess.solvers`."""
+"""Solvers of latents; which of them a process has: `GaussianProcess.solvers`."""
 ETAS = ("bridge",)
-"""Named values of eta; which of them a process has: `LatentProcess.named_etas`."""
+"""Named values of eta; which of them a process has: `GaussianProcess.named_etas`."""
 
 # Default of the commands for greedy decoding: the best of 0, 0.5, 1 and 2 on 300 validation
 # sentences by sentence BLEU, exact match and multiset word F1 (47.3, 48.1, 48.7, 48.6 +- 1.0),

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.data.encoders.encoder import token_budget_batches
-from mmldlm.diffusion import MaskedDiffusion
-from mmldlm.diffusion.process import LatentProcess
+from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.models.base import EncodedLatent, LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
@@ -87,7 +86,7 @@ def noised_latents(
     latents: Tensor,
     indices: Sequence[int],
     timestep: float,
-    diffusion: LatentProcess,
+    diffusion: GaussianProcess,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
     """Return latents in model space, noised to one timestep, and that timestep [B]; the noise
@@ -162,7 +161,7 @@ def sample_text(
     top_p: float = 1.0,
     guidance: float = 1.0,
     presence_penalty: float = 0.0,
-    latent_diffusion: LatentProcess | None = None,
+    latent_diffusion: GaussianProcess | None = None,
     condition_timestep: float = 0.0,
     seed: int = 0,
     indices: Sequence[int] | None = None,
@@ -254,7 +253,7 @@ def sample_text(
 
 def _denoiser(
     model: Model, latents: Tensor | None, index: Tensor, own: list[int], timestep: float,
-    diffusion: LatentProcess | None, seed: int,
+    diffusion: GaussianProcess | None, seed: int,
 ) -> Denoiser:  # fmt: skip
     """Return the denoiser of a batch, its latents noised to a timestep."""
     if latents is None or timestep == 0:

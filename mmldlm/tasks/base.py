@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar, NotRequired, TypedDict
 
 from mmldlm.config.schema import Config
 from mmldlm.data.batch import Batch, Collator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from mmldlm.engines.base import Engine
     from mmldlm.engines.parameter_plan import ParameterPlan
-    from mmldlm.tasks.validation import PassTotals
+    from mmldlm.tasks.validation import PassTotals, Validation
 
 Objective = Callable[["nn.Module", Batch], tuple["Tensor", dict[str, "Tensor"]]]
 """(module, batch on the device) -> (loss, {name: sum}).
@@ -62,54 +62,33 @@ class Metric:
         return sums[self.numerator] / denominator if denominator else None
 
 
-class _OptionalSizes(TypedDict, total=False):
-    matrices: int
-    working: int
+class ParameterSizes(TypedDict):
+    """The part of `ModelSizes` that is known of the model alone, in elements.
 
-
-class ModelSizes(_OptionalSizes):
-    """What preflight's memory model needs to know of a model and one micro-batch per rank.
-
-    trainable, frozen, largest_block (the largest of the sharding units and of what is outside them
-    all: gathered at once by ZeRO-3 and FSDP2), buffers, matrices (of the trainable, those of
-    ParameterPlan.matrices; may be missing): numbers of elements.
-    activations (kept for backward, and the working memory of one block's backward pass), working
-    (the part of them that still exists when the backward pass ends; may be missing), logits_cpu,
-    logits_gpu (that exist at once): bytes.
+    largest_block: the largest of the sharding units and of what is outside them all, gathered at
+    once by ZeRO-3 and FSDP2. matrices: of the trainable, those of ParameterPlan.matrices.
     """
 
     trainable: int
     frozen: int
     largest_block: int
     buffers: int
+    matrices: NotRequired[int]
+
+
+class ModelSizes(ParameterSizes):
+    """What preflight's memory model needs to know of a model and one micro-batch per rank: also
+    bytes.
+
+    activations: kept for backward, and the working memory of one block's backward pass. working:
+    the part of them that still exists when the backward pass ends. logits_cpu, logits_gpu: that
+    exist at once.
+    """
+
     activations: int
     logits_cpu: int
     logits_gpu: int
-
-
-class ValidationRun(Protocol):
-    """An evaluation during training: the same samples and noise at every call.
-
-    Attributes:
-        num_samples: Samples of one evaluation.
-        num_available: Samples of the validation split in use.
-        num_batches: Batches of one evaluation.
-        bad: {id, reason} of samples that this rank left out in the last call.
-    """
-
-    num_samples: int
-    num_available: int
-    num_batches: int
-    bad: list[dict]
-
-    def run(self, goes_on: Callable[[int], bool] = ...) -> dict[str, float] | None:
-        """Return the figures, equal on every rank; None where `goes_on` answered no. Collective.
-
-        Args:
-            goes_on: Function of the number of batches done, called before every batch; its answer
-                is the same on every rank.
-        """
-        ...
+    working: NotRequired[int]
 
 
 class Task(ABC):
@@ -272,13 +251,16 @@ class Task(ABC):
                 )
         return torch.stack([sums[name].detach().double().reshape(()) for name in names])
 
-    def validation(self, data: RunData, engine: Engine) -> ValidationRun:
-        """Return the evaluation during training. Default: every metric on the validation split."""
+    def validation(self, data: RunData, engine: Engine) -> Validation:
+        """Return the evaluation during training: `validation_figures` of `validation_passes`."""
         from mmldlm.tasks.validation import Validation
 
         seed = data.config.training.seed + Validation.SEED_OFFSET
-        passes = [("validation", self.collator(data, seed))]
-        return Validation(self, data, engine, passes, self.validation_figures)
+        return Validation(self, data, engine, self.validation_passes(data, seed))
+
+    def validation_passes(self, data: RunData, seed: int) -> Sequence[tuple[str, Collator]]:
+        """Return name and collator of each pass over the validation samples."""
+        return [("validation", self.collator(data, seed))]
 
     def validation_figures(self, totals: dict[str, PassTotals]) -> dict[str, float]:
         """Return the validation metrics, from the totals of each pass: every metric of the task as

@@ -1,5 +1,5 @@
-"""What the collators of prepared stores share: draws, checked rows, masks, and the candidates of
-the text head.
+"""What the collators of prepared stores share: draws, checked and padded rows, masks, and the
+candidates of the text head.
 
 Draws are functions of (seed, epoch, sample, slot), never of ranks, micro-batches or call order.
 """
@@ -7,13 +7,15 @@ Draws are functions of (seed, epoch, sample, slot), never of ranks, micro-batche
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mmldlm.data.batch import Batch
 from mmldlm.data.batch_plan import GlobalBatch, permute
 from mmldlm.data.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
@@ -24,9 +26,11 @@ from mmldlm.tasks.initialization import token_counts
 from mmldlm.tasks.latent_data import LatentData
 from mmldlm.tasks.translation.config import TextDiffusionConfig
 from mmldlm.utils.counter_rng import counter_generator
+from mmldlm.utils.validation import not_none
 
-# Last counter words; every collator keeps its own streams apart from these.
-_DROPOUT_STREAM, _NOISE_STREAM = 5, 9
+# Last counter words, which keep the streams of one (seed, epoch) apart. Others: options of the
+# translation task 4, the corrector 7, shifts of images 8, ids of codes 10.
+_SAMPLE_STREAM, BATCH_STREAM, _CANDIDATE_STREAM, _DROPOUT_STREAM, _NOISE_STREAM = 1, 2, 3, 5, 9
 NUM_SAMPLED_CANDIDATES = 1024
 
 
@@ -60,9 +64,11 @@ class GlobalCounts:
         return counts
 
 
-def slot_places(seed: int, batch: GlobalBatch, slots: np.ndarray, stream: int) -> np.ndarray:
-    """Return the places [B] of some slots in one of a global batch's permutations: of modes (0),
-    text (1) and latent (2) timesteps.
+def slot_uniforms(
+    seed: int, batch: GlobalBatch, slots: np.ndarray, stream: int, offset: float
+) -> Tensor:
+    """Return the low-discrepancy uniforms [B] fp64 of some slots, by one of a global batch's
+    permutations: of modes (0), text (1) and latent (2) timesteps.
 
     A place divided by the batch's size, plus the batch's offset, is a slot's uniform number: over
     the batch they are evenly spread, and in an order that depends on no other draw.
@@ -70,15 +76,8 @@ def slot_places(seed: int, batch: GlobalBatch, slots: np.ndarray, stream: int) -
     # Placeholders lie past the end of the batch; any slot will do for them.
     in_batch = np.minimum(slots, batch.size - 1)
     key = batch.epoch * 1_000_003 + batch.index
-    return permute(in_batch, batch.size, seed * 3 + stream + 11, key)
-
-
-def slot_uniforms(
-    seed: int, batch: GlobalBatch, slots: np.ndarray, stream: int, offset: float
-) -> Tensor:
-    """Return the low-discrepancy uniforms [B] fp64 at `slot_places`."""
-    places = torch.from_numpy(slot_places(seed, batch, slots, stream))
-    return low_discrepancy(places, offset, batch.size)
+    places = permute(in_batch, batch.size, seed * 3 + stream + 11, key)
+    return low_discrepancy(torch.from_numpy(places), offset, batch.size)
 
 
 def dropout_keys(seed: int, epoch: int, ids: np.ndarray, slots: np.ndarray) -> Tensor:
@@ -323,3 +322,132 @@ class CandidateSampler:
             "text_candidates": torch.from_numpy(tokens),
             "text_columns": torch.from_numpy(columns),
         }
+
+
+class StoreCollator(ABC):
+    """Reads samples of a store, checks and pads them; a task's own part is `fields`.
+
+    Draws are functions of (seed, epoch, sample, slot).
+
+    Args:
+        config: Config of the run, with the token ids that the data decides.
+        latent_mean, latent_std: Scaling of the latents into model space. [D]
+        max_norm: Norm above which a latent is a corrupted row, which is left out and reported.
+        seed: Seed of the draws; None: training.seed. Evaluation passes its own, so that it never
+            sees training noise.
+        in_training: Whether the options of training apply that no evaluation has.
+        candidates: Sampler of loss.text_candidates; None: the text head scores the whole
+            vocabulary.
+
+    Class attributes:
+        batch_class: Class of the batches, whose fields the tensors are.
+    """
+
+    batch_class: ClassVar[type[Batch]]
+
+    def __init__(
+        self,
+        config: Any,
+        latent_mean: np.ndarray,
+        latent_std: np.ndarray,
+        max_norm: float,
+        seed: int | None,
+        in_training: bool,
+        candidates: CandidateSampler | None = None,
+    ):
+        model = config.model
+        self.pad_token_id = not_none(model.pad_token_id)
+        self.eos_token_id = not_none(model.eos_token_id)
+        self.latent_mean, self.latent_std = latent_mean, latent_std
+        vocab_size = model.vocab_size or np.iinfo(np.int64).max
+        self.reader = RowReader(vocab_size, latent_mean, max_norm, config.stability.nan_to_num)
+        self.seed = config.training.seed if seed is None else seed
+        self.has_dropout = in_training and model.dropout > 0
+        self.candidates = candidates
+        self.counts = GlobalCounts()
+
+    @abstractmethod
+    def fields(
+        self,
+        batch: GlobalBatch,
+        ids: np.ndarray,
+        slots: np.ndarray,
+        rows: Rows,
+        real: np.ndarray,
+        bad: list[dict],
+    ) -> dict[str, Any]:
+        """Return the fields of a micro-batch that depend on the task, attention_mask and
+        text_targets among them.
+
+        Args:
+            rows: Checked samples.
+            real: False for placeholders. [B] bool
+            bad: Reports of `Batch.bad`, to which more may be appended.
+        """
+
+    @abstractmethod
+    def _count(self, batch: GlobalBatch, lengths: np.ndarray) -> dict[str, int]:
+        """Return the counts of a global batch, equal on every rank."""
+
+    def collate(
+        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
+    ) -> Any:
+        """Build a micro-batch; see Collator.
+
+        Args:
+            samples: Split of a store.
+            lengths: Number of tokens of every sample, EOS included. [N]
+        """
+        ids, real = batch.samples_at(slots)
+        rows, is_bad, bad = self.reader.read(samples, ids, slots, len(batch.ids), lengths)
+        real = real & ~is_bad
+        fields = self.fields(batch, ids, slots, rows, real, bad)
+        if self.has_dropout:
+            fields["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
+        if self.candidates is not None:
+            generator = counter_generator(
+                self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM
+            )
+            fields |= self.candidates.tensors(fields["text_targets"], generator)
+        return self.batch_class(
+            **fields,
+            ids=ids,
+            real=real,
+            counts=dict(self.counts(batch, lengths, self._count)),
+            num_tokens=int(fields["attention_mask"].numpy()[real].sum()),
+            epoch=batch.epoch,
+            index=batch.index,
+            bad=bad,
+        )
+
+    def pad_texts(
+        self,
+        batch: GlobalBatch,
+        ids: np.ndarray,
+        slots: np.ndarray,
+        texts: list[np.ndarray],
+        draw: Callable[[int, np.random.Generator], None],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Pad texts to the longest of them, with EOS behind each.
+
+        Args:
+            texts: Tokens of the B samples.
+            draw: Function of (row, generator of its sample) that draws what a sample needs before
+                the numbers of its tokens.
+
+        Returns:
+            Tokens [B, S] int64, which of them are real [B, S] bool, and a number in [0, 1) of each
+            [B, S] fp64.
+        """
+        shape = len(ids), max(len(text) for text in texts) + 1
+        tokens = np.full(shape, self.pad_token_id, dtype=np.int64)
+        attention, uniform = np.zeros(shape, dtype=bool), np.zeros(shape)
+        for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
+            generator = counter_generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
+            draw(row, generator)
+            length = len(texts[row]) + 1
+            tokens[row, : length - 1] = texts[row]
+            tokens[row, length - 1] = self.eos_token_id
+            attention[row, :length] = True
+            uniform[row, :length] = generator.random(length)
+        return torch.from_numpy(tokens), torch.from_numpy(attention), torch.from_numpy(uniform)

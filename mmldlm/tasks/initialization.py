@@ -7,14 +7,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from mmldlm.data.encoders.model_files import find_model_folder, name_to_load, read_tokenizer
 from mmldlm.data.encoders.sentence_transformer import transformer_folder
 from mmldlm.data.mixture import MixedStore
 from mmldlm.data.store import Store, load_tokenizer
 from mmldlm.errors import UserError
-from mmldlm.models import MultimodalMMDiT
 from mmldlm.models.plain import PlainTransformer
 from mmldlm.tasks.latent_data import LatentData
 from mmldlm.utils.atomic_files import sha256_of
@@ -168,21 +166,22 @@ def spellings(own: Any, theirs: Any) -> dict[int, list[int]]:
     return spelling
 
 
-def set_first_weights(
-    model: MultimodalMMDiT | PlainTransformer, token_embedding: nn.Embedding, data: LatentData
-) -> None:
+def set_first_weights(model: Any, data: LatentData) -> None:
     """Set what the data decides of a seeded model: latent statistics, and as the config says token
     embeddings and output biases.
+
+    Args:
+        model: MultimodalMMDiT or PlainTransformer.
     """
     config = data.config.model
     mean, std = torch.from_numpy(data.latent_mean), torch.from_numpy(data.latent_std)
     model.set_latent_statistics(mean, std)
     if config.token_embedding_init == "encoder":
         embeddings = torch.from_numpy(encoder_token_embeddings(data.train, config.hidden_size))
-        token_embedding.weight.data[: len(embeddings)].copy_(embeddings)
+        is_plain = isinstance(model, PlainTransformer)
+        owner = model if is_plain else model.text_encoder
+        owner.token_embedding.weight.data[: len(embeddings)].copy_(embeddings)
     if config.output_bias_init == "frequency":
         model.text_head.bias.data.copy_(torch.from_numpy(log_token_frequencies(data)))
         if model.length_head is not None:
-            last = model.length_head[-1]
-            assert isinstance(last, nn.Linear)
-            last.bias.data.copy_(torch.from_numpy(log_length_frequencies(data)))
+            model.length_head[-1].bias.data.copy_(torch.from_numpy(log_length_frequencies(data)))

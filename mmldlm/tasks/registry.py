@@ -133,17 +133,12 @@ def _create(target: str, module_name: str, class_name: str) -> Task:
             description,
             example,
         )
-    if missing := sorted(getattr(task_class, "__abstractmethods__", ())):
-        description = f"none of {', '.join(missing)}"
-        raise UserError(
-            f"every method of a task in {target}", description, f"write them; {example}"
-        )
     try:
         task = task_class()
     except (Exception, SystemExit) as error:
         description = f"{describe_error(error)} {place_of(error)}"
         raise UserError(
-            f"{target}() without arguments", description, "correct its __init__"
+            f"{target}() without arguments", description, f"correct the class; {example}"
         ) from error
     if problems := _wrong_declarations(task):
         raise UserError(f"the declarations of a task in {target}", "; ".join(problems), example)

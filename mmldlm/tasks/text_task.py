@@ -5,10 +5,10 @@ texts: the task, and a trained model of it with its tokenizer and diffusion sett
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, TypedDict, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,10 @@ from mmldlm.config.task_names import DEFAULT_TASK
 from mmldlm.data.encoders.specs import UNKNOWN_ENCODER
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.engines.optimizer import parameter_groups
+from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.errors import UserError
-from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
+from mmldlm.models.base import BaseTransformer, LatentInputs, ModelOutput, TextInputs
+from mmldlm.models.flops import Flops, estimate_flops
 from mmldlm.models.meta_device import meta_device
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.judge import FoundTexts, Judge
@@ -34,20 +36,11 @@ from mmldlm.sampling.settings import (
     STRATEGY_OPTIONS,
 )
 from mmldlm.sampling.text import sample_masked
-from mmldlm.tasks.base import Task
+from mmldlm.tasks.base import ParameterSizes, Task
+from mmldlm.tasks.initialization import set_first_weights
 from mmldlm.tasks.registry import find_task
 from mmldlm.tasks.translation.config import LatentDiffusionConfig
 from mmldlm.utils.settings import options_of
-
-
-class ParameterSizes(TypedDict):
-    """The part of `ModelSizes` that is known of the model alone, in elements."""
-
-    trainable: int
-    frozen: int
-    largest_block: int
-    buffers: int
-    matrices: int
 
 
 @dataclass
@@ -146,6 +139,7 @@ class TextTask(Task):
         exact_likelihood: Whether `score_texts` gives the exact likelihood, so that one draw is
             enough.
         evaluation_decoding: Words for how evaluation writes texts.
+        scored_sum: Name of the sum that counts the tokens that the text head scores.
         samples_by_forward: Whether `write_texts` calls the model and its `encode_latents` alone,
             so that a run can sample while the engine shards the weights (logging.eval_samples).
     """
@@ -160,6 +154,24 @@ class TextTask(Task):
         "confidence, greedy, lengths from the model (median of p(length | latent))"
     )
     samples_by_forward: ClassVar[bool] = True
+    scored_sum: ClassVar[str] = "text_masked"
+    buffers = frozenset({"latent_mean", "latent_std"})
+
+    def names_data(self, config: Any) -> bool:
+        return bool(config.data.roots)
+
+    @abstractmethod
+    def model_class(self) -> type[BaseTransformer]:
+        """Return the class whose constructor takes the config section `model`."""
+
+    def build_model(self, data: Any) -> Any:
+        torch.manual_seed(data.config.training.seed)
+        model = self.model_class()(data.config.model)
+        set_first_weights(model, data)
+        return model
+
+    def compile(self, model: BaseTransformer, plan: ParameterPlan) -> None:
+        model.compile_blocks()
 
     # -- parameters, counted on torch's meta device, where tensors have shapes and no values ------
 
@@ -202,6 +214,36 @@ class TextTask(Task):
             matrices=sum(sizes[name] for name in plan.matrices),
         )
 
+    def estimate_flops(
+        self, model_config: Any, lengths: Sequence[float], num_scored: float, **work: Any
+    ) -> Flops:
+        """Return the forward FLOPs of a batch (models/flops.py)."""
+        return estimate_flops(model_config, lengths, num_scored, **work)
+
+    def training_flops(
+        self, config: Any, num_samples: int, num_tokens: float, sums: Mapping[str, float]
+    ) -> float:
+        """Return forward and backward FLOPs of a global batch, whose texts count as equally long:
+        length-bucketed batches hold the sum of squares within a few percent of attention's share.
+        """
+        if not num_samples or not num_tokens:
+            return 0.0
+        of_one = {name: value / num_samples for name, value in sums.items()}
+        flops = self.estimate_flops(
+            config.model,
+            [num_tokens / num_samples],
+            of_one[self.scored_sum],
+            # Counted under loss.text_candidates only.
+            num_logits=of_one.get("text_logits") or None,
+            num_latents=of_one.get("all_latents"),
+            **self.latent_work(of_one),
+        )
+        return num_samples * flops.training
+
+    def latent_work(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return further counts of a batch that `estimate_flops` takes."""
+        return {}
+
     # -- sampling and evaluation ------------------------------------------------------------------
 
     def unread_options(self, kind: str, sampler: str) -> frozenset[str]:
@@ -209,10 +251,6 @@ class TextTask(Task):
         samples.
         """
         return frozenset()
-
-    @abstractmethod
-    def model_class(self) -> type[nn.Module]:
-        """Return the class whose constructor takes the config section `model`."""
 
     def records_passes(self, sampler: str) -> bool:
         """Whether `write_texts` with this sampler takes `recorder`

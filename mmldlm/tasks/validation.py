@@ -4,13 +4,12 @@ training never sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mmldlm.config.schema import Config
 from mmldlm.data.batch import Collator
@@ -41,22 +40,6 @@ class PassTotals:
     sums: dict[str, float]
     counts: dict[str, int]
     num_tokens: int
-
-
-Figures = Callable[[dict[str, PassTotals]], dict[str, float]]
-"""Totals by pass -> metrics."""
-
-
-class ScoredTask(Protocol):
-    """The part of a `Task` that an evaluation calls."""
-
-    def objective(self, config: Any) -> Callable[..., tuple[Tensor, dict[str, Tensor]]]: ...
-
-    def sums_of(self, config: Any) -> tuple[str, ...]: ...
-
-    def stack_sums(
-        self, names: Sequence[str], loss: Tensor, sums: Mapping[str, Tensor]
-    ) -> Tensor: ...
 
 
 def num_samples(config: Config, available: int, global_batch: int, num_passes: int) -> int:
@@ -93,14 +76,15 @@ class Validation:
     two calls differ only by the weights.
 
     Args:
-        task: Task whose objective and sums are evaluated.
+        task: `Task` whose objective, sums and validation_figures these are.
         data: Data of the run.
         engine: Engine whose model is evaluated; every rank must call.
         passes: Name and collator of each pass over the samples.
-        figures: Metrics from the totals of all passes.
 
     Attributes:
-        num_samples, num_available, num_batches: See ValidationRun.
+        num_samples: Samples of one evaluation.
+        num_available: Samples of the validation split in use.
+        num_batches: Batches of one evaluation.
         bad: {id, reason} of samples that this rank found unusable in the last call: they are in no
             sum, but in the counts.
     """
@@ -109,18 +93,16 @@ class Validation:
 
     def __init__(
         self,
-        task: ScoredTask,
+        task: Any,
         data: RunData,
         engine: Engine,
         passes: Sequence[tuple[str, Collator]],
-        figures: Figures,
     ):
         config = data.config
         self.engine = engine
         self.objective = task.objective(config)
         self.task = task
         self.sums = task.sums_of(config)
-        self._figures = figures
         training = config.training
         micro = training.eval_batch_size or training.train_batch_size
         self.num_available = len(data.validation_lengths)
@@ -199,5 +181,5 @@ class Validation:
                 dict(zip(self.sums, values, strict=True)), counts, int(all_tokens)
             )
         self.bad = list(bad.values())
-        figures = self._figures(totals)
+        figures = self.task.validation_figures(totals)
         return figures | ({"bad_samples": num_bad} if num_bad else {})

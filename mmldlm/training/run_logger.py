@@ -31,7 +31,7 @@ from mmldlm.inference.validation_samples import ValidationSample
 from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.observe.plots import LossCurve, plot_run
 from mmldlm.stability.skipped_steps import bad_micro_batches, save_skipped_step
-from mmldlm.tasks.base import ValidationRun
+from mmldlm.tasks.validation import Validation
 from mmldlm.training.checkpoint_contents import engine_folders
 from mmldlm.training.run_check import check_no_checkpoints
 from mmldlm.training.run_folder import Run
@@ -364,7 +364,7 @@ class RunLogger:
             " itself (`mmldlm verify-data` for a store), then add training.resume=auto."
         )
 
-    def log_validation(self, validation: ValidationRun) -> None:
+    def log_validation(self, validation: Validation) -> None:
         """Print what an evaluation covers (rank 0)."""
         self.folder.message(
             f"eval     {validation.num_samples:,} of {validation.num_available:,} validation"

@@ -40,8 +40,9 @@ from mmldlm.observe.throughput import StepTimer
 from mmldlm.preflight import receipt
 from mmldlm.stability.audit import check_precision
 from mmldlm.stability.guard import Guard
-from mmldlm.tasks.base import Task, ValidationRun
+from mmldlm.tasks.base import Task
 from mmldlm.tasks.registry import find_task
+from mmldlm.tasks.validation import Validation
 from mmldlm.training.checkpointer import Checkpointer
 from mmldlm.training.run_folder import Run, RunFolder
 from mmldlm.training.run_logger import RunLogger
@@ -59,7 +60,7 @@ class Session(StepContext):
 
     run: Run
     dataset: MicroBatches
-    validation: ValidationRun
+    validation: Validation
     samples: SamplesAtEvaluations
     logger: RunLogger
     checkpointer: Checkpointer

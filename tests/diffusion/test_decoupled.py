@@ -145,21 +145,6 @@ def test_weights():
     assert torch.equal(two[:, 1], DecoupledProcess("epsilon", "ddm").loss_weights(t))
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (DecoupledProcess, "v"),
-        (DecoupledProcess, "flow"),
-        (GaussianProcess, "cosine", "x0_epsilon"),
-        (DecoupledProcess, "x0", "velocity"),
-        (GaussianProcess, "cosine", "x0", "ddm"),
-    ],
-)
-def test_what_does_not_belong_together_is_refused(arguments):
-    with pytest.raises(ValueError, match=arguments[-1]):
-        arguments[0](*arguments[1:])
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("weighting", WEIGHTINGS)
 @pytest.mark.parametrize("prediction", PREDICTIONS)

@@ -1,4 +1,3 @@
-import itertools
 import pickle
 
 import pytest
@@ -6,6 +5,7 @@ import torch
 
 from mmldlm.diffusion.decoupled import DecoupledProcess, bridge_eta
 from mmldlm.diffusion.gaussian import PREDICTIONS, SCHEDULES, GaussianProcess
+from mmldlm.tasks.translation.config import SCHEDULES_OF_PREDICTION
 
 ALL_SCHEDULES = [*SCHEDULES, "decoupled"]
 
@@ -17,11 +17,12 @@ def process(schedule, *options):
     return GaussianProcess(schedule, *options)
 
 
+# What a config may combine.
 PAIRS = [
-    (schedule, name)
-    for schedule, (name, rule) in itertools.product(SCHEDULES, PREDICTIONS.items())
-    if rule.schedules is None or schedule in rule.schedules
-] + [("decoupled", prediction) for prediction in DecoupledProcess.predictions]
+    (schedule, prediction)
+    for prediction in (*PREDICTIONS, "x0_epsilon")
+    for schedule in SCHEDULES_OF_PREDICTION.get(prediction, ALL_SCHEDULES)
+]
 
 
 def sample(size=64, dim=8, low=0.01, high=0.99):

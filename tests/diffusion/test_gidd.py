@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from mmldlm.diffusion.gidd import GiddProcess, self_correct
+from mmldlm.tasks.baselines.divergence import training_weights
 from tests.support.toy_text import (
     WORDS,
     all_states,
@@ -154,7 +155,7 @@ def test_without_uniform_noise_it_is_masked_diffusion():
     torch.testing.assert_close(
         weights[:, None] * grad, expected / t[masked, None], rtol=1e-4, atol=1e-4 * 1e4
     )
-    dynamic = process.training_weights(weights, t[masked], "dynamic", 2.0)
+    dynamic = training_weights(weights, t[masked], "dynamic", 2.0)
     torch.testing.assert_close(dynamic * d, 2 * (1 - t[masked]) * nll, rtol=2e-6, atol=1e-6)
 
 
@@ -164,10 +165,10 @@ def test_training_weights():
     weights = process.elbo_weights(
         torch.tensor(0)[None, None], torch.tensor([MASK, 1, 0])[None], t[:, None]
     )
-    assert torch.equal(process.training_weights(weights, t[:, None], "elbo", 1.0), weights)
-    clipped = process.training_weights(weights, t[:, None], "clip", 1.0)
+    assert torch.equal(training_weights(weights, t[:, None], "elbo", 1.0), weights)
+    clipped = training_weights(weights, t[:, None], "clip", 1.0)
     assert torch.equal(clipped, weights.clamp_max(1.0))
-    dynamic = process.training_weights(weights, t[:, None], "dynamic", 2.0)
+    dynamic = training_weights(weights, t[:, None], "dynamic", 2.0)
     rho = 0.5 / 8 * (t / (1 - t)).sqrt()  # B = 2 * 0.2 / 0.8
     expected = torch.stack([torch.full_like(t, 2.0), torch.ones_like(t), rho / (1 + rho)], 1)
     torch.testing.assert_close(dynamic, expected)
@@ -288,9 +289,3 @@ def test_self_correction_leaves_a_text_of_argmaxes_alone_and_corrects_the_worst_
     )
     real[0, 2] = False
     assert torch.equal(self_correct(wrong, logits, uniform, real)[0], wrong)
-
-
-@pytest.mark.parametrize("arguments", [{"uniform_share": 1.0}, {"gamma": 2.5}, {"gamma": 0.0}])
-def test_parameters_out_of_range(arguments):
-    with pytest.raises(ValueError, match="uniform_share"):
-        GiddProcess(V, MASK, **arguments)

@@ -279,9 +279,3 @@ def test_four_steps_are_exact_for_one_position_where_a_first_order_step_is_not()
     at_t, at_s = process.levels(torch.tensor(0.9)), process.levels(torch.tensor(0.5))
     # No probability: what a first-order step would use.
     assert (at_s.word - at_t.word) / at_t.cluster > 1.7
-
-
-@pytest.mark.parametrize("clusters, gamma", [([0, 1, 0], 1.0), ([0, 1, -1], 0.0)])
-def test_parameters_out_of_range(clusters, gamma):
-    with pytest.raises(ValueError, match="gamma"):
-        HierarchicalProcess(torch.tensor(clusters), 2, gamma)

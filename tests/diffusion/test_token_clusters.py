@@ -44,8 +44,3 @@ def test_one_cluster_and_a_cluster_a_token(num_clusters):
     vectors = np.repeat(np.eye(3), 4, axis=0)  # copies: k-means++ has nothing left to choose from
     clusters = cluster_tokens(vectors, num_clusters, alone=(), seed=0)
     assert np.bincount(clusters).tolist() == [12 // num_clusters] * num_clusters
-
-
-def test_more_clusters_than_tokens():
-    with pytest.raises(ValueError, match="4 clusters of 3 tokens"):
-        cluster_tokens(np.eye(4), 4, alone=[0], seed=0)

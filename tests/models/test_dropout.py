@@ -83,14 +83,12 @@ def test_a_mask_depends_on_its_row_alone():
     )
 
 
-def test_in_place_and_in_any_dtype_it_is_the_same_and_its_own_gradient():
+def test_in_any_dtype_it_is_the_same_and_its_own_gradient():
     found = dropout(rate=0.3).of_layer(0)
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         x = torch.randn(512, 10).to(dtype).requires_grad_()
         out = found.drop(x, MLP)
         out.backward(torch.ones_like(out))
-        assert out.dtype == dtype and torch.equal(
-            found.drop_(x.detach().clone(), MLP), out.detach()
-        )
+        assert out.dtype == dtype
         assert torch.equal(x.grad, found.drop(torch.ones_like(x), MLP).detach())
         assert torch.equal((out == 0), (found.drop(torch.ones(512, 10), MLP) == 0))

@@ -181,7 +181,7 @@ def test_dropout_depends_on_the_row_alone(causal, kind, time, batch):
     for found, expected in zip(losses[1], losses[0], strict=True):
         torch.testing.assert_close(found, expected)
     assert abs(float(losses[2][0] - losses[0][0])) > 1e-3
-    with pytest.raises(ValueError, match="dropout_keys"):
+    with pytest.raises(AssertionError, match="dropout_keys"):
         call(model, batch)
     plain = call(make_model(causal, kind, time), batch).text.logits
     assert torch.equal(call(model.eval(), batch).text.logits, plain)
@@ -334,17 +334,15 @@ def test_what_does_not_fit_is_refused(batch):
         run_model(
             model, tokens, latents, None, None, mask, text_positions=torch.tensor([WIDTH + 5])
         )
-    with pytest.raises(ValueError, match="no tokens for empty texts"):
-        next_logits(model, start_text(model, latents), tokens[:, 0])
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
         ({"causal": True, "reads_time": True}, "reads_time"),
-        ({"conditioning": "adaln", "tokens_per_latent": 4}, "tokens_per_latent is read only"),
-        ({"conditioning": "adaln", "reads_pooled": True}, "reads_pooled is read only"),
-        ({"causal": True, "cond_dim": 32}, "cond_dim is read by"),
+        ({"conditioning": "adaln", "tokens_per_latent": 4}, "tokens_per_latent=4 is read only"),
+        ({"conditioning": "adaln", "reads_pooled": True}, "reads_pooled=True is read only"),
+        ({"causal": True, "cond_dim": 32}, "cond_dim=32 is read only"),
         ({"tie_embeddings": True, "extra_input_tokens": 3}, "extra_input_tokens"),
         ({"n_heads": 5}, "does not divide"),
     ],

@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmldlm.data.batch_plan import GlobalBatch
 from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.flops import estimate_flops
 from mmldlm.models.plain import PlainTransformer
@@ -27,34 +25,17 @@ from mmldlm.tasks.baselines.shared import (
     BaselineTask,
     PaddedTexts,
     TextCollator,
-    forward_text,
+    text_loss,
 )
 from mmldlm.tasks.collation import CandidateSampler, candidates_of
 from mmldlm.tasks.latent_data import LatentData
 from mmldlm.tasks.text_task import Pretrained, TextScores, scores_of_targets, sum_by_row
-from mmldlm.utils.counter_rng import counter_generator
-
-# Apart from the streams of the text collator.
-_CANDIDATE_STREAM = 3
 
 
 class ArCollator(TextCollator):
     """Leaves texts as they are, and scores every token of real samples, EOS among them, with the
     weight 1.
-
-    Args:
-        data: Data of the run.
-        condition_dropout, seed: See TextCollator.
-        candidates: Sampler of loss.text_candidates; None: the text head scores the whole
-            vocabulary.
     """
-
-    def __init__(
-        self, data: LatentData, condition_dropout: float | None, seed: int | None = None,
-        candidates: CandidateSampler | None = None,
-    ):  # fmt: skip
-        super().__init__(data, condition_dropout, seed)
-        self.candidates = candidates
 
     def text_fields(self, texts: PaddedTexts) -> dict[str, Any]:
         positions = (texts.attention & texts.real[:, None]).flatten().nonzero()[:, 0]
@@ -64,21 +45,6 @@ class ArCollator(TextCollator):
             "text_targets": texts.tokens.flatten()[positions],
             "text_weights": torch.ones(len(positions)),
         }
-
-    def collate(
-        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
-    ) -> BaselineBatch:
-        """Build a micro-batch; see Collator."""
-        micro_batch = super().collate(batch, slots, samples, lengths)
-        # The candidates are sampled once for the global batch.
-        if self.candidates is not None:
-            generator = counter_generator(
-                self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM
-            )
-            candidates = self.candidates.tensors(micro_batch.text_targets, generator)
-            micro_batch.text_candidates = candidates["text_candidates"]
-            micro_batch.text_columns = candidates["text_columns"]
-        return micro_batch
 
 
 class ArObjective:
@@ -92,9 +58,6 @@ class ArObjective:
 
     def __init__(self, config: ArConfig):
         self.config = config
-        # Taken into the rows' weights, 1 / tokens saves a pass over the head's gradients; float16
-        # lacks the range.
-        self._weighs_inside = config.training.dtype != "fp16"
 
     def __call__(self, model: nn.Module, batch: BaselineBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the model.
@@ -105,21 +68,11 @@ class ArObjective:
                 loss.text_candidates), text_correct and text_scored (tokens), text_logits (logits
                 computed under loss.text_candidates, else 0).
         """
-        scale = 1.0 / max(batch.counts["text_tokens"], 1)
-        weights, targets = batch.text_weights, batch.text_targets
         candidates = candidates_of(self.config, batch.text_candidates, batch.text_columns)
-        out = forward_text(
-            model,
-            batch,
-            TokenQuery(
-                targets=targets,
-                weights=weights * scale if self._weighs_inside else weights,
-                candidates=candidates,
-            ),
-        )
-        text_sum, nll, correct = scores_of_targets(out)
-        loss = text_sum if self._weighs_inside else text_sum * scale
-        num_scored = torch.full_like(loss.detach(), float(len(targets)))
+        dtype = self.config.training.dtype
+        loss, out = text_loss(model, batch, batch.text_weights, dtype, candidates)
+        _, nll, correct = scores_of_targets(out)
+        num_scored = torch.full_like(loss.detach(), float(len(batch.text_targets)))
         num_candidates = 0 if batch.text_candidates is None else len(batch.text_candidates)
         return loss, {
             "loss": loss.detach(),

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import math
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from mmldlm.config.schema import Config, TrainingConfig
-from mmldlm.config.section import MAX_COUNT, MAX_WEIGHT, FilledFromData, OnResume, Section
+from mmldlm.config.section import (
+    MAX_COUNT,
+    MAX_WEIGHT,
+    FilledFromData,
+    OnResume,
+    Section,
+    check_keys_are_read,
+)
 from mmldlm.data.config import StoreDataConfig, TokenizerConfig
 from mmldlm.models.plain_config import Conditioning, PlainConfig
-from mmldlm.tasks.translation.config import TextDiffusionConfig
+from mmldlm.tasks.translation.config import MaskedTextLossConfig, TextDiffusionConfig
 from mmldlm.utils.option_types import LARGEST
 
 DEFAULT_DROPOUT = 0.1
@@ -36,11 +44,12 @@ class BaselineConfig(Config):
 
     @model_validator(mode="after")
     def _dropout_needs_a_condition(self) -> BaselineConfig:
-        if self.model.conditioning == "none" and self.training.condition_dropout is not None:
-            raise ValueError(
-                "training.condition_dropout is read only where a latent is (model.conditioning is"
-                " none): drop it"
-            )
+        reads_latents = self.model.conditioning != "none"
+        check_keys_are_read(
+            self.training,
+            "training",
+            ("condition_dropout", reads_latents, "a model.conditioning other than none"),
+        )
         return self
 
     @property
@@ -104,13 +113,6 @@ class BidirectionalModelConfig(PlainConfig):
     chunk tokens."""
 
 
-class DiffusionLossConfig(Section):
-    """Weights of the loss terms."""
-
-    length_loss_weight: float = Field(0.1, ge=0, le=MAX_WEIGHT)
-    """Weight of the length head's negative log-likelihood (per sample)."""
-
-
 class MdlmModelConfig(BidirectionalModelConfig):
     """A bidirectional transformer over words and [MASK]."""
 
@@ -118,34 +120,42 @@ class MdlmModelConfig(BidirectionalModelConfig):
     """MDLM reads words and [MASK]."""
 
 
-class MdlmLossConfig(DiffusionLossConfig):
-    """Weights of the loss terms."""
-
-    text_weighting: Literal["elbo", "uniform"] = "elbo"
-    """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the
-    same mean with masking=fixed_count or schedule=loglinear. Logs and evaluations report the NELBO
-    in both cases."""
-    text_weight_clip: float | None = Field(None, gt=0, le=LARGEST)
-    """Largest weight of a masked token (L / k; with masking=bernoulli the schedule's, as 1 / t).
-    Clipped, the loss bounds no likelihood. None: off.
-    """
-
-    @model_validator(mode="after")
-    def _only_the_elbo_is_clipped(self) -> MdlmLossConfig:
-        if self.text_weighting != "elbo" and self.text_weight_clip is not None:
-            raise ValueError(
-                "loss.text_weight_clip is read only with loss.text_weighting=elbo (those of"
-                " uniform are 2): drop one"
-            )
-        return self
-
-
 class MdlmConfig(BaselineConfig):
     """One run of MDLM."""
 
     model: MdlmModelConfig = Field(default_factory=MdlmModelConfig)
     text_diffusion: TextDiffusionConfig = Field(default_factory=TextDiffusionConfig)
-    loss: MdlmLossConfig = Field(default_factory=MdlmLossConfig)
+    loss: MaskedTextLossConfig = Field(default_factory=MaskedTextLossConfig)
+
+
+class DivergenceLossConfig(Section):
+    """Weights of the loss terms of a process whose NELBO weighs a divergence.
+
+    Class attributes:
+        default_clips: Weighting -> its largest weight where text_weight_clip is unset.
+    """
+
+    default_clips: ClassVar[dict[str, float]]
+
+    length_loss_weight: float = Field(0.1, ge=0, le=MAX_WEIGHT)
+    """Weight of the length head's negative log-likelihood (per sample)."""
+    text_weighting: Literal["elbo", "clip", "dynamic"]
+    """Weight of a token in training."""
+    text_weight_clip: float | None = Field(None, gt=0, le=LARGEST)
+    """Largest weight of a token in training."""
+
+    @model_validator(mode="after")
+    def _the_elbo_is_not_clipped(self) -> Self:
+        reader = f"loss.text_weighting={' or '.join(self.default_clips)}"
+        check_keys_are_read(
+            self, "loss", ("text_weight_clip", self.text_weighting in self.default_clips, reader)
+        )
+        return self
+
+    @property
+    def largest_weight(self) -> float:
+        """text_weight_clip or its default; infinite for the NELBO's own weights."""
+        return self.text_weight_clip or self.default_clips.get(self.text_weighting, math.inf)
 
 
 class GiddModelConfig(BidirectionalModelConfig):
@@ -172,8 +182,10 @@ class GiddDiffusionConfig(Section):
     """Exponent of the uniform noise, (t (1 - t))^(gamma / 2)."""
 
 
-class GiddLossConfig(DiffusionLossConfig):
+class GiddLossConfig(DivergenceLossConfig):
     """Weights of the loss terms."""
+
+    default_clips = {"clip": 1.0, "dynamic": 2.0}
 
     text_weighting: Literal["elbo", "clip", "dynamic"] = "dynamic"
     """Weight of a token in training. elbo: the NELBO's. clip: that, at most text_weight_clip.
@@ -183,20 +195,6 @@ class GiddLossConfig(DiffusionLossConfig):
     """Largest weight w_max of text_weighting=clip (None: 1) and dynamic (None: 2, whose weights it
     scales).
     """
-
-    @model_validator(mode="after")
-    def _the_elbo_is_not_clipped(self) -> GiddLossConfig:
-        if self.text_weighting == "elbo" and self.text_weight_clip is not None:
-            raise ValueError(
-                "loss.text_weight_clip is read only with loss.text_weighting=clip or dynamic: drop"
-                " it, or set loss.text_weighting=clip"
-            )
-        return self
-
-    @property
-    def largest_weight(self) -> float:
-        """w_max."""
-        return self.text_weight_clip or (1.0 if self.text_weighting == "clip" else 2.0)
 
 
 class GiddConfig(BaselineConfig):
@@ -231,28 +229,16 @@ class HdlmDiffusionConfig(Section):
     """Clusters n. None: the root of the vocabulary, at most 128."""
 
 
-class HdlmLossConfig(DiffusionLossConfig):
+class HdlmLossConfig(DivergenceLossConfig):
     """Weights of the loss terms."""
+
+    default_clips = {"clip": 10.0}
 
     text_weighting: Literal["elbo", "clip"] = "clip"
     """Weight of a token in training. elbo: the NELBO's. clip: that, at most text_weight_clip. Logs
     and evaluations report the NELBO in both cases."""
     text_weight_clip: float | None = Field(None, gt=0, le=LARGEST)
     """Largest weight of text_weighting=clip. None: 10 (HDLM's on LM1B)."""
-
-    @model_validator(mode="after")
-    def _the_elbo_is_not_clipped(self) -> HdlmLossConfig:
-        if self.text_weighting == "elbo" and self.text_weight_clip is not None:
-            raise ValueError(
-                "loss.text_weight_clip is read only with loss.text_weighting=clip: drop it, or set"
-                " loss.text_weighting=clip"
-            )
-        return self
-
-    @property
-    def largest_weight(self) -> float | None:
-        """None: no bound."""
-        return None if self.text_weighting == "elbo" else self.text_weight_clip or 10.0
 
 
 class HdlmConfig(BaselineConfig):

@@ -6,7 +6,6 @@ Its collator, objective, scores, and the part of a task.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +18,6 @@ from mmldlm.diffusion.timesteps import arcsine
 from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.memory import logits_bytes
 from mmldlm.models.token_scores import LogitsFunction, TokenQuery
-from mmldlm.sampling.model import Model
 from mmldlm.sampling.posterior import sample_by_posterior
 from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.base import ModelSizes
@@ -59,7 +57,6 @@ class NoisingCollator(TextCollator):
 
     Args:
         process: Noise process of the tokens.
-        training_weights: Function (NELBO weights [M], t [M]) -> weights of the training [M].
         The rest as in `TextCollator`.
     """
 
@@ -69,12 +66,11 @@ class NoisingCollator(TextCollator):
         self,
         data: LatentData,
         process: DivergenceProcess,
-        training_weights: Callable[[Tensor, Tensor], Tensor],
         condition_dropout: float | None,
         seed: int | None = None,
     ):
         super().__init__(data, condition_dropout, seed)
-        self.process, self.training_weights = process, training_weights
+        self.process, self.loss = process, data.config.loss
 
     def text_fields(self, texts: PaddedTexts) -> dict[str, Any]:
         t, density = arcsine(texts.strata)
@@ -84,16 +80,39 @@ class NoisingCollator(TextCollator):
         targets = texts.tokens.flatten()[positions]
         states = noised.flatten()[positions]
         times = t[rows]
-        weights = self.process.elbo_weights(targets, states, times)
+        elbo = self.process.elbo_weights(targets, states, times)
+        weights = training_weights(elbo, times, self.loss.text_weighting, self.loss.largest_weight)
         return {
             "text_tokens": noised,
             "text_timesteps": t.float(),
             "text_positions": positions,
-            "text_weights": (self.training_weights(weights, times) * density[rows]).float(),
-            "text_elbo_weights": (weights * density[rows]).float(),
+            "text_weights": (weights * density[rows]).float(),
+            "text_elbo_weights": (elbo * density[rows]).float(),
             "text_targets": targets,
             "divergence": self.process.divergence(targets, states, times),
         }
+
+
+def training_weights(elbo_weights: Tensor, t: Tensor, weighting: str, largest: float) -> Tensor:
+    """Weights of the training loss, whose gradients vary less; only `elbo` bounds a likelihood.
+
+    `clip` is min(w, largest). `dynamic` (GIDD+) is largest / 2 times 2 t (1 - t) w, which keeps
+    the proportions between the three kinds of z: with largest = 2 and gamma = 1 it is 2 at [MASK],
+    1 at a wrong token and rho / (1 + rho) at the right one. The paper has rho = (B / N) sqrt(t /
+    (1 - t)) there, the same to first order.
+
+    Args:
+        elbo_weights: Weights that the process's `elbo_weights` returns.
+        t: Timesteps, broadcastable to the weights.
+        weighting: Weighting: elbo, clip or dynamic.
+        largest: Largest weight.
+    """
+    if weighting == "elbo":
+        return elbo_weights
+    if weighting == "clip":
+        return elbo_weights.clamp_max(largest)
+    t = t.double()
+    return (largest * t * (1 - t) * elbo_weights).clamp_max(largest)
 
 
 class _Score(torch.autograd.Function):
@@ -164,44 +183,10 @@ class DivergenceObjective:
         }
 
 
-def divergence_scores(
-    model: Model,
-    process: DivergenceProcess,
-    tokens: Tensor,
-    real: Tensor,
-    latents: Tensor | None,
-    uniform: Tensor,
-    stratum: tuple[int, int],
-) -> TextScores:
-    """One draw of the exact NELBO of every text; the arguments are those of
-    `TextTask.score_texts`.
-    """
-    width, (draw, draws) = tokens.shape[1], stratum
-    t, density = arcsine((draw + uniform[:, -1]) / draws)
-    noised, scored = process.corrupt(tokens, t, uniform[:, :width], real)
-    positions = scored.flatten().nonzero()[:, 0]
-    owner = positions // width
-    targets, states = tokens.flatten()[positions], noised.flatten()[positions]
-    weights = process.elbo_weights(targets, states, t[owner]) * density[owner]
-    divergence = process.divergence(targets, states, t[owner])
-    out = model(
-        TextInputs(noised, t.float(), real),
-        None if latents is None else LatentInputs(latents),
-        TokenQuery(positions, function=row_scores(divergence)),
-    )
-    divergences, correct = out.text.values.double().unbind(-1)
-    return TextScores(
-        sum_by_row(divergences * weights, owner, len(tokens)),
-        sum_by_row(correct, owner, len(tokens)),
-        scored.sum(1),
-        F.cross_entropy(out.length_logits, real.sum(1) - 1, reduction="none"),
-    )
-
-
 class DivergenceTask(BaselineTask):
     """A process whose NELBO weighs a divergence over the vocabulary, with a length head.
 
-    A task adds its config, process and training weights.
+    A task adds its config and process.
 
     Class attributes:
         logit_copies: Tensors of a chunk's logits in fp32 that the backward pass holds at once
@@ -247,20 +232,12 @@ class DivergenceTask(BaselineTask):
     def process_of_model(self, pretrained: Pretrained) -> DivergenceProcess:
         """Return the process that a model was trained on, on the model's device."""
 
-    @abstractmethod
-    def training_weights(self, data: LatentData) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return (NELBO weights [M], t [M]) -> weights of the training [M]
-        (`loss.text_weighting`).
-        """
-
     def collator(
         self, data: LatentData, seed: int | None = None, condition_dropout: float | None = None
     ) -> NoisingCollator:
         """Return the collator; `condition_dropout` replaces that of training."""
         dropout = self.dropout_of_latents(data.config, condition_dropout)
-        return NoisingCollator(
-            data, self.process_of_data(data), self.training_weights(data), dropout, seed
-        )
+        return NoisingCollator(data, self.process_of_data(data), dropout, seed)
 
     def objective(self, config: GiddConfig | HdlmConfig) -> DivergenceObjective:
         return DivergenceObjective(config.loss.length_loss_weight)
@@ -292,6 +269,23 @@ class DivergenceTask(BaselineTask):
     ) -> TextScores:
         """One draw of the exact NELBO."""
         process = self.process_of_model(pretrained)
-        return divergence_scores(
-            pretrained.model, process, tokens, real, latents, uniform, stratum
+        width, (draw, draws) = tokens.shape[1], stratum
+        t, density = arcsine((draw + uniform[:, -1]) / draws)
+        noised, scored = process.corrupt(tokens, t, uniform[:, :width], real)
+        positions = scored.flatten().nonzero()[:, 0]
+        owner = positions // width
+        targets, states = tokens.flatten()[positions], noised.flatten()[positions]
+        weights = process.elbo_weights(targets, states, t[owner]) * density[owner]
+        divergence = process.divergence(targets, states, t[owner])
+        out = pretrained.model(
+            TextInputs(noised, t.float(), real),
+            None if latents is None else LatentInputs(latents),
+            TokenQuery(positions, function=row_scores(divergence)),
+        )
+        divergences, correct = out.text.values.double().unbind(-1)
+        return TextScores(
+            sum_by_row(divergences * weights, owner, len(tokens)),
+            sum_by_row(correct, owner, len(tokens)),
+            scored.sum(1),
+            F.cross_entropy(out.length_logits, real.sum(1) - 1, reduction="none"),
         )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 from torch import Tensor
@@ -44,12 +42,6 @@ class GiddTask(DivergenceTask):
     def process_of_model(self, pretrained: Pretrained) -> GiddProcess:
         model = cast(PlainTransformer, pretrained.model)
         return _process(pretrained.text_config, model.config)
-
-    def training_weights(self, data: LatentData) -> Callable[[Tensor, Tensor], Tensor]:
-        loss, process = data.config.loss, self.process_of_data(data)
-        return partial(
-            process.training_weights, weighting=loss.text_weighting, largest=loss.largest_weight
-        )
 
     def write_texts(
         self, pretrained: Pretrained, latents: Tensor | None, *, sampler: str, **options: Any

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import cast
 
 import numpy as np
@@ -181,15 +180,6 @@ class HdlmTask(DivergenceTask):
     def process_of_model(self, pretrained: Pretrained) -> HierarchicalProcess:
         model = cast(HierarchicalTransformer, pretrained.model)
         mask_token_id = not_none(model.config.mask_token_id)
-        process = HierarchicalProcess(
-            model.token_clusters.cpu(), mask_token_id, pretrained.text_config.gamma
+        return HierarchicalProcess(
+            model.token_clusters, mask_token_id, pretrained.text_config.gamma
         )
-        return process.to(model.token_clusters.device)
-
-    def training_weights(self, data: HdlmData) -> Callable[[Tensor, Tensor], Tensor]:
-        largest = data.config.loss.largest_weight
-        return partial(_clipped, largest=largest)
-
-
-def _clipped(weights: Tensor, t: Tensor, largest: float | None) -> Tensor:
-    return weights if largest is None else weights.clamp_max(largest)

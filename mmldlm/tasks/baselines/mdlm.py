@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.models.flops import estimate_flops
-from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.baselines.config import MdlmConfig
 from mmldlm.tasks.baselines.shared import (
     BaselineBatch,
@@ -20,13 +19,14 @@ from mmldlm.tasks.baselines.shared import (
     PaddedTexts,
     TextCollator,
     add_length_loss,
-    forward_text,
     nelbo_metrics,
+    text_loss,
 )
 from mmldlm.tasks.collation import mask_texts
 from mmldlm.tasks.latent_data import LatentData
 from mmldlm.tasks.text_task import MaskedTextTask, scores_of_targets
 from mmldlm.tasks.translation.config import TextDiffusionConfig
+from mmldlm.tasks.translation.objective import training_weights
 
 
 class MaskingCollator(TextCollator):
@@ -37,7 +37,9 @@ class MaskingCollator(TextCollator):
     def __init__(self, data: LatentData, condition_dropout: float | None, seed: int | None = None):
         super().__init__(data, condition_dropout, seed)
         self.text: TextDiffusionConfig = data.config.text_diffusion
-        self.process = MaskedDiffusion(self.model.mask_token_id, self.text.schedule, self.text.eps)
+        self.process = MaskedDiffusion(
+            data.config.model.mask_token_id, self.text.schedule, self.text.eps
+        )
 
     def text_fields(self, texts: PaddedTexts) -> dict[str, Any]:
         strata = texts.strata if self.text.timesteps == "low_discrepancy" else texts.own
@@ -66,10 +68,7 @@ class MdlmObjective:
     """
 
     def __init__(self, config: MdlmConfig):
-        self.loss = config.loss
-        # Taken into the rows' weights, 1 / tokens saves a pass over the head's gradients; float16
-        # lacks the range.
-        self._weighs_inside = config.training.dtype != "fp16"
+        self.loss, self.dtype = config.loss, config.training.dtype
 
     def __call__(self, model: nn.Module, batch: BaselineBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the model.
@@ -80,37 +79,15 @@ class MdlmObjective:
                 whatever the training weighs by), text_correct and text_masked (masked tokens),
                 length_nll_sum, length_scored.
         """
-        scale = 1.0 / max(batch.counts["text_tokens"], 1)
-        weights = self._training_weights(batch.text_weights)
-        out = forward_text(
-            model,
-            batch,
-            TokenQuery(
-                targets=batch.text_targets,
-                weights=weights * scale if self._weighs_inside else weights,
-            ),
-        )
-        text_sum, nll, correct = scores_of_targets(out)
-        text_loss = text_sum if self._weighs_inside else text_sum * scale
-        loss, sums = add_length_loss(text_loss, out, batch, self.loss.length_loss_weight)
+        weights = training_weights(batch.text_weights, self.loss)
+        loss, out = text_loss(model, batch, weights, self.dtype)
+        _, nll, correct = scores_of_targets(out)
+        loss, sums = add_length_loss(loss, out, batch, self.loss.length_loss_weight)
         return loss, sums | {
             "text_nelbo_sum": torch.dot(nll.detach(), batch.text_weights),
             "text_correct": correct.sum(dtype=torch.float32),
             "text_masked": torch.full_like(loss.detach(), float(len(batch.text_targets))),
         }
-
-    def _training_weights(self, weights: Tensor) -> Tensor:
-        """Return the weights [M] of masked tokens in the loss, from the NELBO's
-        (`loss.text_weighting`).
-        """
-        if self.loss.text_weighting == "uniform":
-            # A token is masked half of the time by masking=fixed_count or schedule=loglinear.
-            return torch.full_like(weights, 2.0)
-        return (
-            weights
-            if self.loss.text_weight_clip is None
-            else weights.clamp_max(self.loss.text_weight_clip)
-        )
 
 
 class MdlmTask(MaskedTextTask, BaselineTask):

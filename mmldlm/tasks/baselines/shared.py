@@ -9,8 +9,8 @@ three from MaskedTextTask, which asks for `pass_flops`; DivergenceTask has all b
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,28 +21,30 @@ from torch import Tensor, nn
 
 from mmldlm.data.batch import Batch
 from mmldlm.data.batch_plan import GlobalBatch
-from mmldlm.engines.base import Engine
+from mmldlm.data.store import Rows
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
-from mmldlm.models.flops import estimate_flops
+from mmldlm.models.linear_cross_entropy import Candidates
 from mmldlm.models.memory import logits_bytes, plain_activation_bytes
 from mmldlm.models.plain import PlainTransformer
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.base import Metric, ModelSizes
 from mmldlm.tasks.baselines.config import BaselineConfig
-from mmldlm.tasks.batch_checks import range_problems, store_problems
-from mmldlm.tasks.collation import GlobalCounts, RowReader, dropout_keys, slot_uniforms
-from mmldlm.tasks.initialization import set_first_weights
+from mmldlm.tasks.batch_checks import store_problems
+from mmldlm.tasks.collation import (
+    BATCH_STREAM,
+    CandidateSampler,
+    StoreCollator,
+    slot_uniforms,
+)
 from mmldlm.tasks.latent_data import LatentData, open_latent_data
-from mmldlm.tasks.text_task import TextTask
+from mmldlm.tasks.text_task import TextTask, scores_of_targets
 from mmldlm.tasks.translation.parameter_plan import no_decay_names
-from mmldlm.tasks.validation import PassTotals, Validation
+from mmldlm.tasks.validation import PassTotals
 from mmldlm.utils.counter_rng import counter_generator
 from mmldlm.utils.validation import not_none
 
-# Last counter words, which keep the streams of one (seed, epoch) apart; dropout_keys has 5.
-_SAMPLE_STREAM, _BATCH_STREAM = 1, 2
-# Stream of `slot_places`.
+# Stream of `slot_uniforms`.
 _TEXT_PLACES = 1
 STACKED = {"to_qkv": 3, "to_key_value": 2}
 """Linear layer -> number of matrices that its weight holds."""
@@ -109,37 +111,28 @@ class PaddedTexts(NamedTuple):
     own: Tensor
 
 
-class TextCollator(ABC):
-    """Reads texts and latents of a store, checks and pads them. Draws are functions of (seed,
-    epoch, sample, slot).
-
-    A task's own part is `text_fields`.
-
-    Class attributes:
-        batch_class: Class of the batches, whose fields the tensors are.
+class TextCollator(StoreCollator):
+    """Reads texts and latents of a store; a task's own part is `text_fields`.
 
     Args:
         data: Data of the run, with latent_mean and latent_std [D], the scaling into model space.
         condition_dropout: Fraction of samples that read the learned null latent; None: the model
             reads no latents.
-        seed: Seed of the noise; None: training.seed. Evaluation passes its own, so that it never
-            sees training noise.
+        seed, candidates: See `StoreCollator`.
     """
 
     batch_class: ClassVar[type[BaselineBatch]] = BaselineBatch
 
-    def __init__(self, data: LatentData, condition_dropout: float | None, seed: int | None = None):
-        config = data.config
-        self.model = config.model
-        self.latent_mean, self.latent_std = data.latent_mean, data.latent_std
+    def __init__(
+        self,
+        data: LatentData,
+        condition_dropout: float | None,
+        seed: int | None = None,
+        candidates: CandidateSampler | None = None,
+    ):
+        scaling, max_norm = (data.latent_mean, data.latent_std), data.max_latent_norm()
+        super().__init__(data.config, *scaling, max_norm, seed, seed is None, candidates)
         self.condition_dropout = condition_dropout
-        self.has_dropout = seed is None and config.model.dropout > 0
-        self.seed = config.training.seed if seed is None else seed
-        vocab_size, max_norm = config.model.vocab_size, data.max_latent_norm()
-        self.counts = GlobalCounts()
-        self.reader = RowReader(
-            vocab_size, data.latent_mean, max_norm, config.stability.nan_to_num
-        )
 
     @abstractmethod
     def text_fields(self, texts: PaddedTexts) -> dict[str, Any]:
@@ -147,25 +140,35 @@ class TextCollator(ABC):
         timesteps, and the scored positions with targets and weights.
         """
 
-    def collate(
-        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
-    ) -> BaselineBatch:
-        """Build a micro-batch; see Collator.
+    def _count(self, batch: GlobalBatch, lengths: np.ndarray) -> dict[str, int]:
+        """Return the text tokens and texts of a global batch."""
+        return {"text_tokens": int(lengths[batch.ids].sum()), "texts": len(batch.ids)}
 
-        Args:
-            samples: Split of a store.
-            lengths: Number of tokens of every sample, EOS included. [N]
-        """
-        ids, real = batch.samples_at(slots)
-        rows, is_bad, bad = self.reader.read(samples, ids, slots, len(batch.ids), lengths)
-        real = real & ~is_bad
-        texts, dropout = self._pad(batch, rows.tokens, ids, slots, real)
-        attention = texts.attention
-        tensors: dict[str, Any] = {
+    def fields(
+        self,
+        batch: GlobalBatch,
+        ids: np.ndarray,
+        slots: np.ndarray,
+        rows: Rows,
+        real: np.ndarray,
+        bad: list[dict],
+    ) -> dict[str, Any]:
+        own = np.empty((2, len(ids)))
+
+        def draw(row: int, generator: np.random.Generator) -> None:
+            own[:, row] = generator.random(2)
+
+        tokens, attention, uniform = self.pad_texts(batch, ids, slots, rows.tokens, draw)
+        dropout, independent = map(torch.from_numpy, own)
+        offset = counter_generator(self.seed, batch.epoch, batch.index, 0, BATCH_STREAM).random()
+        strata = slot_uniforms(self.seed, batch, slots, _TEXT_PLACES, offset)
+        is_real = torch.from_numpy(real)
+        texts = PaddedTexts(tokens, attention, is_real, uniform, strata, independent)
+        fields = {
             "attention_mask": attention,
             "token_positions": attention.flatten().nonzero()[:, 0],
             "length_targets": attention.sum(1) - 1,
-            "length_weights": texts.real.float(),
+            "length_weights": is_real.float(),
             **self.text_fields(texts),
         }
         if self.condition_dropout is not None:
@@ -175,60 +178,11 @@ class TextCollator(ABC):
             )
             # In memory of torch, not numpy's: a product's last bits depend on the alignment of its
             # inputs.
-            tensors["latents"] = (raw - mean) / std
+            fields["latents"] = (raw - mean) / std
             # Present even when no row is null: the learned null must be in the graph on every
             # rank.
-            tensors["latent_is_null"] = dropout < self.condition_dropout
-        if self.has_dropout:
-            tensors["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
-        return self.batch_class(
-            **tensors,
-            ids=ids,
-            real=real,
-            counts=dict(self.counts(batch, lengths, _count)),
-            num_tokens=int(attention.numpy()[real].sum()),
-            epoch=batch.epoch,
-            index=batch.index,
-            bad=bad,
-        )
-
-    def _pad(
-        self,
-        batch: GlobalBatch,
-        texts: list[np.ndarray],
-        ids: np.ndarray,
-        slots: np.ndarray,
-        real: np.ndarray,
-    ) -> tuple[PaddedTexts, Tensor]:
-        """The padded texts, and the uniforms [B] of the condition dropout."""
-        count, width = len(ids), int(max(len(tokens) for tokens in texts)) + 1
-        tokens = np.full((count, width), self.model.pad_token_id, dtype=np.int64)
-        attention, uniform = np.zeros((count, width), dtype=bool), np.zeros((count, width))
-        draws = np.empty((2, count))
-        for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
-            generator = counter_generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
-            draws[:, row] = generator.random(2)
-            length = len(texts[row]) + 1
-            tokens[row, : length - 1] = texts[row]
-            tokens[row, length - 1] = self.model.eos_token_id
-            attention[row, :length] = True
-            uniform[row, :length] = generator.random(length)
-        dropout, independent = map(torch.from_numpy, draws)
-        offset = counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random()
-        padded = PaddedTexts(
-            tokens=torch.from_numpy(tokens),
-            attention=torch.from_numpy(attention),
-            real=torch.from_numpy(real),
-            uniform=torch.from_numpy(uniform),
-            strata=slot_uniforms(self.seed, batch, slots, _TEXT_PLACES, offset),
-            own=independent,
-        )
-        return padded, dropout
-
-
-def _count(batch: GlobalBatch, lengths: np.ndarray) -> dict[str, int]:
-    """Return the text tokens and texts of a global batch."""
-    return {"text_tokens": int(lengths[batch.ids].sum()), "texts": len(batch.ids)}
+            fields["latent_is_null"] = dropout < self.condition_dropout
+        return fields
 
 
 def forward_text(model: nn.Module, batch: BaselineBatch, query: TokenQuery) -> ModelOutput:
@@ -250,6 +204,35 @@ def forward_text(model: nn.Module, batch: BaselineBatch, query: TokenQuery) -> M
     return model(text, latents, query, dropout_keys=batch.dropout_keys)
 
 
+def text_loss(
+    model: nn.Module,
+    batch: BaselineBatch,
+    weights: Tensor,
+    dtype: str,
+    candidates: Candidates | None = None,
+) -> tuple[Tensor, ModelOutput]:
+    """The sum of the weighted NLLs of the scored tokens over the text tokens of the global batch,
+    and the pass that it is of.
+
+    Args:
+        weights: Weights of the scored tokens. [M]
+        dtype: training.dtype.
+        candidates: See `TokenQuery`.
+    """
+    scale = 1.0 / max(batch.counts["text_tokens"], 1)
+    # Taken into the rows' weights, the scale saves a pass over the head's gradients; float16 lacks
+    # the range for that.
+    weighs_inside = dtype != "fp16"
+    query = TokenQuery(
+        targets=batch.text_targets,
+        weights=weights * scale if weighs_inside else weights,
+        candidates=candidates,
+    )
+    out = forward_text(model, batch, query)
+    loss_sum, _, _ = scores_of_targets(out)
+    return loss_sum if weighs_inside else loss_sum * scale, out
+
+
 def add_length_loss(
     loss: Tensor, out: ModelOutput, batch: BaselineBatch, weight: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -269,7 +252,7 @@ def add_length_loss(
 
 def nelbo_metrics(scored_sum: str) -> tuple[Metric, ...]:
     """Return the metrics of a task with an NELBO and a length head; scored_sum: see
-    `BaselineTask`.
+    `TextTask`.
     """
     return (
         Metric(
@@ -289,22 +272,14 @@ class BaselineTask(TextTask):
     """Data, model and costs of a task on the plain transformer.
 
     A task adds its config, collator, objective, figures, sampler and scores.
-
-    Class attributes:
-        scored_sum: Name of the sum that counts the tokens that the text head scores.
     """
 
     architecture = "PlainTransformer"
-    scored_sum: ClassVar[str] = "text_masked"
-    buffers = frozenset({"latent_mean", "latent_std"})
 
     # -- data and costs ---------------------------------------------------------------------------
 
     def open_data(self, config: BaselineConfig) -> LatentData:
         return open_latent_data(LatentData, config)
-
-    def names_data(self, config: BaselineConfig) -> bool:
-        return bool(config.data.roots)
 
     def model_sizes(self, config: BaselineConfig, length: int) -> ModelSizes:
         model, batch, dtype = config.model, config.training.train_batch_size, config.training.dtype
@@ -322,25 +297,6 @@ class BaselineTask(TextTask):
         """Return the mean fraction of a text's tokens that the loss scores."""
         return 1.0 if config.model.causal else 0.5
 
-    def training_flops(
-        self,
-        config: BaselineConfig,
-        num_samples: int,
-        num_tokens: float,
-        sums: Mapping[str, float],
-    ) -> float:
-        if not num_samples or not num_tokens:
-            return 0.0
-        of_one = {name: value / num_samples for name, value in sums.items()}
-        flops = estimate_flops(
-            config.model,
-            [num_tokens / num_samples],
-            of_one[self.scored_sum],
-            # Counted under loss.text_candidates only.
-            num_logits=of_one.get("text_logits") or None,
-        )
-        return num_samples * flops.training
-
     def describe(self, config: BaselineConfig) -> str:
         return f"conditioning {config.model.conditioning}"
 
@@ -348,12 +304,6 @@ class BaselineTask(TextTask):
 
     def model_class(self) -> type[PlainTransformer]:
         return PlainTransformer
-
-    def build_model(self, data: LatentData) -> PlainTransformer:
-        torch.manual_seed(data.config.training.seed)
-        model = self.model_class()(data.config.model)
-        set_first_weights(model, model.token_embedding, data)
-        return model
 
     def parameter_plan(self, model: PlainTransformer, config: BaselineConfig) -> ParameterPlan:
         """Blocks are sharded; Muon updates their linear layers, q, k and v each by itself."""
@@ -365,9 +315,6 @@ class BaselineTask(TextTask):
         return ParameterPlan(
             sharding_units=list(model.blocks), no_decay=no_decay_names(model), matrices=matrices
         )
-
-    def compile(self, model: PlainTransformer, plan: ParameterPlan) -> None:
-        model.compile_blocks()
 
     # -- batches and validation -------------------------------------------------------------------
 
@@ -387,18 +334,14 @@ class BaselineTask(TextTask):
             return None
         return config.condition_dropout if condition_dropout is None else condition_dropout
 
-    def validation(self, data: LatentData, engine: Engine) -> Validation:
-        """Return the passes over the validation samples: l2t and, if it is trained, l2t_null; or
-        unconditional.
-        """
-        config, seed = data.config, data.config.training.seed + Validation.SEED_OFFSET
-        if config.model.conditioning == "none":
-            passes = [("unconditional", self.collator(data, seed))]
-        else:
-            passes = [("l2t", self.collator(data, seed, condition_dropout=0.0))]
-            if config.condition_dropout > 0:
-                passes.append(("l2t_null", self.collator(data, seed, condition_dropout=1.0)))
-        return Validation(self, data, engine, passes, self.validation_figures)
+    def validation_passes(self, data: LatentData, seed: int) -> list[tuple[str, TextCollator]]:
+        """Return l2t and, if it is trained, l2t_null; or unconditional."""
+        if data.config.model.conditioning == "none":
+            return [("unconditional", self.collator(data, seed))]
+        passes = [("l2t", self.collator(data, seed, condition_dropout=0.0))]
+        if data.config.condition_dropout > 0:
+            passes.append(("l2t_null", self.collator(data, seed, condition_dropout=1.0)))
+        return passes
 
     def validation_figures(self, totals: dict[str, PassTotals]) -> dict[str, float]:
         """Return `{pass}_{metric.evaluation}` of every metric, and l2t_gain_null: the first metric
@@ -450,20 +393,10 @@ class BaselineTask(TextTask):
         return "latent_tokens.null_", "latent_pooled.null_"
 
     def check_batch(self, data: LatentData, batch: BaselineBatch) -> list[str]:
-        """Return what is wrong with a micro-batch: values out of range, scored tokens or latents
-        that are not the store's.
-
-        A position that is not scored may hold a noised token.
-        """
-        model, times = data.config.model, batch.text_timesteps
-        timesteps = {} if times is None else {"text_timesteps": times}
-        return [
-            *range_problems(batch, model.vocab_size, timesteps, model.extra_input_tokens),
-            *store_problems(
-                batch,
-                data.train.get(batch.ids),
-                model.eos_token_id,
-                batch.latents,
-                lambda rows: [torch.from_numpy((rows - data.latent_mean) / data.latent_std)],
-            ),
-        ]
+        return store_problems(
+            batch,
+            data.train.get(batch.ids),
+            data.config.model.eos_token_id,
+            batch.latents,
+            lambda rows: [torch.from_numpy((rows - data.latent_mean) / data.latent_std)],
+        )

@@ -17,7 +17,7 @@ from mmldlm.tasks.translation.noiser import L2T, Noiser, PaddedSamples, Translat
 from mmldlm.utils.counter_rng import counter_generator
 
 _HYPOTHESIS_STREAM = 7
-"""Last counter word; those of other collators are in tasks/translation/noiser.py."""
+"""Last counter word; those of other collators are in tasks/collation.py."""
 
 
 @dataclass(kw_only=True)

@@ -124,26 +124,11 @@ class CodeHead(nn.Module):
 
 
 class CodesMMDiT(MultimodalMMDiT):
-    """MultimodalMMDiT whose latents are ids of codes: int64 [B, N, 1], num_codes for [MASK].
-
-    Args:
-        config: Config of a MultimodalMMDiT, and num_codes.
-
-    Raises:
-        UserError: num_codes is not set; or as MultimodalMMDiT.
-    """
+    """MultimodalMMDiT whose latents are ids of codes: int64 [B, N, 1], num_codes for [MASK]."""
 
     config_class: ClassVar[type[ImageCodesModelConfig]] = ImageCodesModelConfig
+    needed_keys = (*MultimodalMMDiT.needed_keys, "num_codes")
     config: ImageCodesModelConfig
-
-    def __init__(self, config: ImageCodesModelConfig):
-        if config.num_codes is None:
-            raise UserError(
-                "a complete model config",
-                "model.num_codes unset",
-                "set it, or take it from a store",
-            )
-        super().__init__(config)
 
     @property
     def num_ids(self) -> int:

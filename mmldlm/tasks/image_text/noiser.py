@@ -16,8 +16,11 @@ from mmldlm.tasks.translation.noiser import L2T, Noiser, PaddedSamples, Translat
 class ImageNoiser(Noiser):
     """Collator of the image_text task.
 
+    Args:
+        codecs: Codecs by their number of latents, needed with data.shift_pixels.
+        config, words, options: Arguments of `Noiser`.
+
     Attributes:
-        codecs: Codecs by their number of latents.
         shift_pixels: Pixels by which images are shifted at most, each way; 0: not at all.
         shift_only_i2t: Whether only images of mode i2t are shifted.
         counts_images: Whether the count `latents` is of images instead of their latents
@@ -25,10 +28,20 @@ class ImageNoiser(Noiser):
             the FLOPs of a step.
     """
 
-    codecs: dict[int, ImageCodec]
-    shift_pixels = 0
-    shift_only_i2t = False
-    counts_images = False
+    def __init__(
+        self,
+        config: Any,
+        *words: Any,
+        codecs: dict[int, ImageCodec] | None = None,
+        in_training: bool = True,
+        **options: Any,
+    ):
+        options["in_training"] = in_training
+        super().__init__(config, *words, **options)
+        self.codecs = codecs or {}
+        self.shift_pixels = config.data.shift_pixels if in_training else 0
+        self.shift_only_i2t = config.data.shift_only_i2t
+        self.counts_images = config.model.latent_grids is not None
 
     def collate(
         self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
@@ -46,7 +59,7 @@ class ImageNoiser(Noiser):
         if self.shift_pixels:
             shifts = draw_shifts(self.seed, batch.epoch, ids, slots, self.shift_pixels)
             if self.shift_only_i2t:
-                shifts[self._batch_draws(batch, slots).modes != L2T] = 0
+                shifts[self.modes(batch, slots) != L2T] = 0
             codec = self.codecs[math.prod(rows.latents.shape[1:-1])]
             rows = rows._replace(latents=shift_latents(codec, rows.latents, shifts))
         return super()._pad(batch, rows, ids, slots)

@@ -67,15 +67,10 @@ class ImageTextTask(TranslationTask):
 
     def collator(
         self, data: ImageTextData, seed: int | None = None, *words: Any, **options: Any
-    ) -> ImageNoiser:
+    ) -> Noiser:
         """Return the noiser; only that of training shifts images (data.shift_pixels)."""
-        noiser = super().collator(data, seed, *words, **options)
-        assert isinstance(noiser, ImageNoiser)
-        noiser.counts_images = data.config.model.latent_grids is not None
-        if seed is None and data.config.data.shift_pixels:
-            noiser.codecs, noiser.shift_pixels = data.codecs, data.config.data.shift_pixels
-            noiser.shift_only_i2t = data.config.data.shift_only_i2t
-        return noiser
+        codecs = data.codecs if data.config.data.shift_pixels else None
+        return super().collator(data, seed, *words, codecs=codecs, **options)
 
     def objective(self, config: ImageTextConfig) -> TranslationObjective:
         return ImageObjective(config)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,7 @@ from mmldlm.config.section import (
     OnResume,
     Section,
     Weight,
+    check_keys_are_read,
     check_weights,
 )
 from mmldlm.data.config import StoreDataConfig, TokenizerConfig
@@ -32,24 +33,6 @@ SCHEDULES_OF_PREDICTION = {
     "flow": ("rectified_flow",),
     "x0_epsilon": ("decoupled",),
 }
-
-
-def _check_keys_are_read(section: Section, name: str, *rules: tuple[str, bool, str]) -> None:
-    """Check that keys which the section's others leave unread have their default, as every saved
-    config holds them.
-
-    Args:
-        rules: Key, whether it is read, and what it is read with.
-
-    Raises:
-        ValueError: the first that has another value.
-    """
-    for key, is_read, reader in rules:
-        value = getattr(section, key)
-        if value != type(section).model_fields[key].default and not is_read:
-            raise ValueError(
-                f"{name}.{key}={value} is read only with {reader}: drop it, or set that"
-            )
 
 
 class TextDiffusionConfig(Section):
@@ -76,7 +59,7 @@ class TextDiffusionConfig(Section):
 
     @model_validator(mode="after")
     def _every_key_is_read(self) -> TextDiffusionConfig:
-        _check_keys_are_read(
+        check_keys_are_read(
             self,
             "text_diffusion",
             ("eps", self.schedule == "loglinear", "text_diffusion.schedule=loglinear"),
@@ -181,7 +164,7 @@ class LatentDiffusionConfig(Section):
             "latent_diffusion.schedule=rectified_flow with latent_diffusion.weighting=velocity"
         )
         is_capped = self.weighting == "ddm_inverse"
-        _check_keys_are_read(
+        check_keys_are_read(
             self,
             "latent_diffusion",
             ("logit_normal_mean", draws_normals, "latent_diffusion.timesteps=logit_normal"),
@@ -206,15 +189,39 @@ class LatentDiffusionConfig(Section):
         return GaussianProcess(self.schedule, *options, self.velocity_floor)
 
 
-class LossConfig(Section):
+class MaskedTextLossConfig(Section):
+    """Weights of the loss terms of masked text."""
+
+    length_loss_weight: float = Field(0.1, ge=0, le=MAX_WEIGHT)
+    """Weight of the length head's negative log-likelihood (per sample)."""
+    text_weighting: Literal["elbo", "uniform"] = "elbo"
+    """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the
+    same mean with masking=fixed_count or schedule=loglinear (twice that of
+    fully_masked_only); the loss then bounds no likelihood, but its gradients vary less. Logs and
+    evaluations report the NELBO in both cases."""
+    text_weight_clip: float | None = Field(None, gt=0, le=LARGEST)
+    """Largest weight of a masked token (L / k; with masking=bernoulli the schedule's, as 1 / t).
+    Clipped, the loss bounds no likelihood.
+
+    None: off.
+    """
+
+    @model_validator(mode="after")
+    def _only_the_elbo_is_clipped(self) -> Self:
+        reader = "loss.text_weighting=elbo (the weights of uniform are 2)"
+        check_keys_are_read(
+            self, "loss", ("text_weight_clip", self.text_weighting == "elbo", reader)
+        )
+        return self
+
+
+class LossConfig(MaskedTextLossConfig):
     """Weights of the loss terms, and MM-LDLM's measures as named options."""
 
     latent_loss_weight: float = Field(1.0, ge=0, le=MAX_WEIGHT)
     """Weight of the latent loss."""
     text_loss_weight: float = Field(1.0, ge=0, le=MAX_WEIGHT)
     """Weight of the text NELBO per token."""
-    length_loss_weight: float = Field(0.1, ge=0, le=MAX_WEIGHT)
-    """Weight of the length head's negative log-likelihood (per sample)."""
     latent_loss: Literal["mse", "normalized_mse"] = "mse"
     """normalized_mse is MM-LDLM's: both sides L2-normalized, 2 (1 - cos); valid for x0-prediction
     only.
@@ -232,17 +239,6 @@ class LossConfig(Section):
     """In training, score masked tokens against this many most frequent tokens and a sample of
     1,024 others that stands for the rest: an estimate of the NELBO at a fraction of the text
     head's cost. Evaluation is exact. None: against the whole vocabulary."""
-    text_weighting: Literal["elbo", "uniform"] = "elbo"
-    """Weight of a masked token in training. elbo: the NELBO's. uniform: 2 for all, of the
-    same mean with masking=fixed_count or schedule=loglinear (twice that of
-    fully_masked_only); the loss then bounds no likelihood, but its gradients vary less. Logs and
-    evaluations report the NELBO in both cases."""
-    text_weight_clip: float | None = Field(None, gt=0, le=LARGEST)
-    """Largest weight of a masked token (L / k; with masking=bernoulli the schedule's, as 1 / t).
-    Clipped, the loss bounds no likelihood.
-
-    None: off.
-    """
     latent_weight_clip: float | None = Field(None, gt=0, le=LARGEST)
     """Largest weight of a sample's latent error (RadioDiff's weight clipping). None: off."""
     latent_prediction_clamp: float | None = Field(None, gt=0, le=LARGEST)
@@ -263,18 +259,9 @@ class LossConfig(Section):
     @model_validator(mode="after")
     def _every_key_is_read(self) -> LossConfig:
         is_normalized = self.latent_loss == "normalized_mse"
-        _check_keys_are_read(
+        check_keys_are_read(
             self, "loss", ("normalize_eps", is_normalized, "loss.latent_loss=normalized_mse")
         )
-        return self
-
-    @model_validator(mode="after")
-    def _uniform_weights_are_not_clipped(self) -> LossConfig:
-        if self.text_weighting != "elbo" and self.text_weight_clip is not None:
-            raise ValueError(
-                "loss.text_weight_clip is read only with loss.text_weighting=elbo (the weights of"
-                " uniform are 2): drop one"
-            )
         return self
 
 
@@ -321,16 +308,13 @@ class TranslationTrainingConfig(TrainingConfig):
 
     @model_validator(mode="after")
     def _options_belong_to_a_mode(self) -> TranslationTrainingConfig:
-        if self.l2t_condition_noise > 0 and self.mode_weights()["l2t"] == 0:
-            raise ValueError(
-                "training.l2t_condition_noise is read only where l2t is trained"
-                f" (training.loss_type is {self.loss_type}): drop it, or train that mode"
-            )
-        if self.l2t_condition_timestep != 0.3 and self.l2t_condition_noise == 0:
-            raise ValueError(
-                "training.l2t_condition_timestep is read only with training.l2t_condition_noise"
-                " above 0"
-            )
+        trains_l2t, noises = self.mode_weights()["l2t"] > 0, self.l2t_condition_noise > 0
+        check_keys_are_read(
+            self,
+            "training",
+            ("l2t_condition_noise", trains_l2t, "a training.loss_type that trains l2t"),
+            ("l2t_condition_timestep", noises, "training.l2t_condition_noise above 0"),
+        )
         return self
 
     def mode_weights(self) -> dict[str, float]:

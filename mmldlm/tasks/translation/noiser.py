@@ -16,18 +16,15 @@ from torch import Tensor
 from mmldlm.data.batch import Batch
 from mmldlm.data.batch_plan import GlobalBatch
 from mmldlm.data.store import Rows
-from mmldlm.diffusion import MaskedDiffusion
-from mmldlm.diffusion.process import LatentProcess
+from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, shift, stretch
 from mmldlm.tasks.collation import (
+    BATCH_STREAM,
     CandidateSampler,
-    GlobalCounts,
-    RowReader,
-    dropout_keys,
+    StoreCollator,
     keyed_normals,
     mask_texts,
     noise_keys,
-    slot_places,
     slot_uniforms,
 )
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
@@ -40,9 +37,8 @@ assert PURE_MODES == ("unconditional", "l2t", "t2l")
 # Noise of samples with more elements is drawn on the device; that of smaller ones stays the draws
 # it always was.
 MAX_HOST_NOISE = 16_384
-# Last counter words, which keep the streams of one (seed, epoch) apart.
-_SAMPLE_STREAM, _BATCH_STREAM, _CANDIDATE_STREAM, _OPTION_STREAM = 1, 2, 3, 4
-# Of others: dropout_keys 5, the corrector 7, shifts of images 8, noise_keys 9, ids of codes 10.
+# Last counter word; those of others are in tasks/collation.py.
+_OPTION_STREAM = 4
 
 
 @dataclass(kw_only=True)
@@ -105,7 +101,7 @@ class TranslationBatch(Batch):
     text_candidates: Tensor | None = None
     text_columns: Tensor | None = None
     modes: np.ndarray
-    process: LatentProcess | None = None
+    process: GaussianProcess | None = None
 
     def to(self, device: torch.device | str, non_blocking: bool = True) -> Self:
         """Move the tensors to a device, and noise there the latents that come with keys."""
@@ -121,7 +117,7 @@ class TranslationBatch(Batch):
 
 
 def noised_latents(
-    process: LatentProcess, clean: Tensor, noise: Tensor, timesteps: Tensor
+    process: GaussianProcess, clean: Tensor, noise: Tensor, timesteps: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Noised latents, a latent at timestep 0 as it is, and the targets of their prediction."""
     noised = process.add_noise(clean, noise, timesteps)
@@ -132,20 +128,6 @@ def noised_latents(
 def _expand_like(rows, like):
     """Reshape [B] to broadcast over [B, ...]."""
     return rows.reshape(rows.shape + (1,) * (like.ndim - 1))
-
-
-class BatchDraws(NamedTuple):
-    """Draws at some slots [B] of a global batch, functions of the slot and the whole batch's size.
-
-    Attributes:
-        modes: Indices in PURE_MODES. [B]
-        text: Low-discrepancy uniforms of the text timesteps. [B] fp64
-        latent: Low-discrepancy uniforms of the latent timesteps. [B] fp64
-    """
-
-    modes: np.ndarray
-    text: Tensor
-    latent: Tensor
 
 
 class PaddedSamples(NamedTuple):
@@ -177,24 +159,17 @@ class PaddedSamples(NamedTuple):
     condition: Tensor
 
 
-class Noiser:
+class Noiser(StoreCollator):
     """Collator of the translation task: draws modes, timesteps, masks and noise.
 
     Args:
         config: Config of the run, with the token ids that the data decides.
         latent_mean, latent_std: Scaling of the latents into model space. [D]
         mode_weights: Weights of the modes; None: those of training.
-        seed: Seed of the draws; None: training.seed. Evaluation passes its own, so that it never
-            sees training noise.
         condition_dropout: Fraction of null conditions; None: training.condition_dropout.
-        max_norm: Norm above which a latent is a corrupted row, which is left out and reported.
-        candidates: Sampler of loss.text_candidates; None: the text head scores the whole
-            vocabulary.
         in_training: Whether the options of training apply that no evaluation has
             (l2t_condition_noise, dropout).
-
-    Class attributes:
-        batch_class: Class of the batches, whose fields the tensors are.
+        seed, max_norm, candidates: See `StoreCollator`.
     """
 
     batch_class: ClassVar[type[TranslationBatch]] = TranslationBatch
@@ -211,56 +186,37 @@ class Noiser:
         candidates: CandidateSampler | None = None,
         in_training: bool = True,
     ):
-        text, model = config.text_diffusion, config.model
-        self.text = MaskedDiffusion(not_none(model.mask_token_id), text.schedule, text.eps)
+        super().__init__(config, latent_mean, latent_std, max_norm, seed, in_training, candidates)
+        text = config.text_diffusion
+        self.text = MaskedDiffusion(not_none(config.model.mask_token_id), text.schedule, text.eps)
         self.latent = config.latent_diffusion.process()
         self.text_config, self.latent_config = config.text_diffusion, config.latent_diffusion
-        self.pad_token_id = not_none(model.pad_token_id)
-        self.eos_token_id = not_none(model.eos_token_id)
-        self.latent_mean, self.latent_std = latent_mean, latent_std
-        self.candidates = candidates
-        vocab_size = config.model.vocab_size or np.iinfo(np.int64).max
-        self.reader = RowReader(vocab_size, latent_mean, max_norm, config.stability.nan_to_num)
         weights = mode_weights or config.training.mode_weights()
         self.mode_edges = np.cumsum([weights[mode] for mode in PURE_MODES])
-        self.seed = config.training.seed if seed is None else seed
-        self.counts = GlobalCounts()
         training = config.training
         self.condition_dropout = training.condition_dropout
         if condition_dropout is not None:
             self.condition_dropout = condition_dropout
         self.condition_noise = training.l2t_condition_noise if in_training else 0.0
         self.condition_timestep = training.l2t_condition_timestep
-        self.has_model_dropout = in_training and config.model.dropout > 0
 
-    def modes(self, batch: GlobalBatch) -> np.ndarray:
-        """Return the mode [n] of every sample of the global batch (the same on every rank)."""
-        return self._modes(batch, np.arange(len(batch.ids)))
-
-    def _modes(self, batch: GlobalBatch, slots: np.ndarray) -> np.ndarray:
-        """Return the modes [B] at some slots of a global batch."""
-        places, offset = slot_places(self.seed, batch, slots, 0), self._offsets(batch)[0]
-        uniform = np.remainder(places / batch.size + offset, 1.0)
-        edges = self.mode_edges
+    def modes(self, batch: GlobalBatch, slots: np.ndarray) -> np.ndarray:
+        """Return the modes [B] at some slots of a global batch, as indices in PURE_MODES."""
+        uniform, edges = self._uniforms(batch, slots, 0).numpy(), self.mode_edges
         return np.minimum(np.searchsorted(edges, uniform * edges[-1], side="right"), 2)
 
-    def _offsets(self, batch: GlobalBatch) -> np.ndarray:
-        """Return the offsets [3] of modes, text and latent timesteps in a global batch."""
-        return counter_generator(self.seed, batch.epoch, batch.index, 0, _BATCH_STREAM).random(3)
-
-    def _batch_draws(self, batch: GlobalBatch, slots: np.ndarray) -> BatchDraws:
-        offsets = self._offsets(batch)
-        text, latent = (
-            slot_uniforms(self.seed, batch, slots, stream, float(offsets[stream]))
-            for stream in (1, 2)
-        )
-        return BatchDraws(self._modes(batch, slots), text, latent)
+    def _uniforms(self, batch: GlobalBatch, slots: np.ndarray, stream: int) -> Tensor:
+        """Return the evenly spread numbers [B] fp64 of modes (0), text (1) or latent (2)
+        timesteps.
+        """
+        offsets = counter_generator(self.seed, batch.epoch, batch.index, 0, BATCH_STREAM).random(3)
+        return slot_uniforms(self.seed, batch, slots, stream, float(offsets[stream]))
 
     def _count(self, batch: GlobalBatch, lengths: np.ndarray) -> dict[str, int]:
-        """Return the text tokens, texts and latents (of all modes that score them) of a global
-        batch.
+        """Return the text tokens, texts and samples with latents (of all modes that score them) of
+        a global batch.
         """
-        modes = self.modes(batch)
+        modes = self.modes(batch, np.arange(len(batch.ids)))
         has_text = modes != T2L
         return {
             "text_tokens": int(lengths[batch.ids][has_text].sum()),
@@ -271,48 +227,36 @@ class Noiser:
     def collate(
         self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
     ) -> TranslationBatch:
-        """Noise the samples at some slots of a global batch; see Collator.
+        noised = super().collate(batch, slots, samples, lengths)
+        noised.counts["latents"] *= math.prod(noised.latent_clean.shape[1:-1])
+        return noised
 
-        Args:
-            samples: Split of a store.
-            lengths: Number of tokens of every sample, EOS included. [N]
-        """
-        draws = self._batch_draws(batch, slots)
-        ids, real = batch.samples_at(slots)
-        rows, is_bad, bad = self.reader.read(samples, ids, slots, len(batch.ids), lengths)
-        real = real & ~is_bad
+    def fields(
+        self,
+        batch: GlobalBatch,
+        ids: np.ndarray,
+        slots: np.ndarray,
+        rows: Rows,
+        real: np.ndarray,
+        bad: list[dict],
+    ) -> dict[str, Any]:
+        modes = self.modes(batch, slots)
         padded = self._pad(batch, rows, ids, slots)
-        modes = draws.modes
-        tensors, repairs = self._more_tensors(batch, ids, slots, modes, real, padded)
-        bad = bad + [
+        more, repairs = self._more_tensors(batch, ids, slots, modes, real, padded)
+        bad += [
             {"id": int(ids[row]), "reason": reason, "repaired": True}
             for row, reason in repairs.items()
         ]
-        tensors |= self._text_tensors(padded, modes, real, draws.text, tensors)
-        tensors |= self._latent_tensors(padded, modes, real, draws.latent)
+        fields = {
+            "modes": modes,
+            "process": self.latent,
+            **more,
+            **self._text_tensors(padded, modes, real, self._uniforms(batch, slots, 1), more),
+            **self._latent_tensors(padded, modes, real, self._uniforms(batch, slots, 2)),
+        }
         if padded.noise is None:
-            tensors["noise_keys"] = noise_keys(self.seed, batch.epoch, ids, slots)
-        if self.has_model_dropout:
-            tensors["dropout_keys"] = dropout_keys(self.seed, batch.epoch, ids, slots)
-        if self.candidates is not None:
-            generator = counter_generator(
-                self.seed, batch.epoch, batch.index, 0, _CANDIDATE_STREAM
-            )
-            tensors |= self.candidates.tensors(tensors["text_targets"], generator)
-        counts = self.counts(batch, lengths, self._count)
-        latents_per_text = math.prod(rows.latents.shape[1:-1])
-        return self.batch_class(
-            **tensors,
-            ids=ids,
-            modes=modes,
-            process=self.latent,
-            real=real,
-            counts={**counts, "latents": counts["latents"] * latents_per_text},
-            num_tokens=int(padded.attention.numpy()[real].sum()),
-            epoch=batch.epoch,
-            index=batch.index,
-            bad=bad,
-        )
+            fields["noise_keys"] = noise_keys(self.seed, batch.epoch, ids, slots)
+        return fields
 
     def _more_tensors(
         self,
@@ -357,39 +301,28 @@ class Noiser:
     def _pad(
         self, batch: GlobalBatch, rows: Rows, ids: np.ndarray, slots: np.ndarray
     ) -> PaddedSamples:
-        num_rows, width = len(ids), int(max(len(tokens) for tokens in rows.tokens)) + 1
-        tokens = np.full((num_rows, width), self.pad_token_id, dtype=np.int64)
-        attention = np.zeros((num_rows, width), dtype=bool)
-        uniform = np.zeros((num_rows, width))
         latents = self._scaled(rows.latents)
         noise = np.empty_like(latents) if self._draws_noise(latents) else None
-        drop, text_u, latent_u = np.empty(num_rows), np.empty(num_rows), np.empty(num_rows)
-        condition = np.zeros((num_rows, 2))
-        for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
-            generator = counter_generator(self.seed, batch.epoch, sample, slot, _SAMPLE_STREAM)
-            drop[row], text_u[row], latent_u[row] = generator.random(3)
+        own, condition = np.empty((3, len(ids))), np.zeros((len(ids), 2))
+
+        def draw(row: int, generator: np.random.Generator) -> None:
+            own[:, row] = generator.random(3)
             if noise is not None:
                 noise[row] = generator.standard_normal(latents.shape[1:], dtype=np.float32)
-            length = len(rows.tokens[row]) + 1
-            tokens[row, : length - 1] = rows.tokens[row]
-            tokens[row, length - 1] = self.eos_token_id
-            attention[row, :length] = True
-            uniform[row, :length] = generator.random(length)
-            if self.condition_noise:
+
+        tokens, attention, uniform = self.pad_texts(batch, ids, slots, rows.tokens, draw)
+        if self.condition_noise:
+            for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
+                generator = counter_generator(self.seed, batch.epoch, sample, slot, _OPTION_STREAM)
                 # The first draw of this stream belonged to an option that is gone.
-                condition[row] = counter_generator(
-                    self.seed, batch.epoch, sample, slot, _OPTION_STREAM
-                ).random(3)[1:]
+                condition[row] = generator.random(3)[1:]
         return PaddedSamples(
-            tokens=torch.from_numpy(tokens),
-            attention=torch.from_numpy(attention),
-            latents=torch.from_numpy(latents),
-            noise=None if noise is None else torch.from_numpy(noise),
-            mask_uniform=torch.from_numpy(uniform),
-            condition_uniform=torch.from_numpy(drop),
-            text=torch.from_numpy(text_u),
-            latent=torch.from_numpy(latent_u),
-            condition=torch.from_numpy(condition),
+            tokens,
+            attention,
+            torch.from_numpy(latents),
+            None if noise is None else torch.from_numpy(noise),
+            uniform,
+            *map(torch.from_numpy, (*own, condition)),
         )
 
     def _text_tensors(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +13,17 @@ from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.collation import candidates_of
 from mmldlm.tasks.text_task import scores_of_targets
-from mmldlm.tasks.translation.config import TranslationConfig
+from mmldlm.tasks.translation.config import MaskedTextLossConfig, TranslationConfig
 from mmldlm.tasks.translation.noiser import TranslationBatch
 from mmldlm.utils.validation import not_none
 
 
-def _add_up(values: Sequence[Tensor]) -> Tensor:
-    """The sum, without adding 0 to a single value."""
-    return sum(values[1:], start=values[0])
+def training_weights(weights: Tensor, loss: MaskedTextLossConfig) -> Tensor:
+    """Weights [M] of masked tokens in the loss, from those of the NELBO."""
+    if loss.text_weighting == "uniform":
+        # A token is masked half of the time by masking=fixed_count or schedule=loglinear.
+        return torch.full_like(weights, 2.0)
+    return weights if loss.text_weight_clip is None else weights.clamp_max(loss.text_weight_clip)
 
 
 def _weighted_sum(values: Tensor, weights: Tensor) -> Tensor:
@@ -87,12 +90,7 @@ class TranslationObjective:
                 the clean latent), latent_scored, {name}_sum of each of the diagnostics of the
                 latents' process, length_nll_sum, length_scored, loss.
         """
-        weights = batch.text_weights
-        if self.loss.text_weighting == "uniform":
-            # A token is masked half of the time by masking=fixed_count or schedule=loglinear.
-            weights = torch.full_like(weights, 2.0)
-        if self.loss.text_weight_clip is not None:
-            weights = weights.clamp_max(self.loss.text_weight_clip)
+        weights = training_weights(batch.text_weights, self.loss)
         if self.loss.text_loss_clamp is not None:
             weights = self._clamped_text_weights(model, batch, weights)
         text_share = self.loss.text_loss_weight / max(batch.counts["text_tokens"], 1)
@@ -140,16 +138,16 @@ class TranslationObjective:
     def _latent_term(self, out: ModelOutput, batch: TranslationBatch) -> LatentTerm:
         assert batch.latent_targets is not None and batch.latent_weights is not None
         errors = self._latent_errors(out.latent, batch.latent_targets)
-        return LatentTerm(self._latent_sum(errors, batch.latent_weights), error=_add_up(errors))
+        total = self._latent_sum(errors, batch.latent_weights)
+        return LatentTerm(total, error=reduce(torch.add, errors))
 
     def _latent_errors(self, predictions: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         """The error of each of the P predictions that stand side by side in the last dimension."""
+        count = self.latent.num_predictions
         # One prediction needs no cut.
-        if self.latent.num_predictions == 1:
+        if count == 1:
             return (self._latent_error(predictions, targets),)
-        pairs = zip(
-            *(values.chunk(self.latent.num_predictions, -1) for values in (predictions, targets))
-        )
+        pairs = zip(predictions.chunk(count, -1), targets.chunk(count, -1), strict=True)
         return tuple(self._latent_error(prediction, target) for prediction, target in pairs)
 
     def _latent_sum(self, errors: tuple[Tensor, ...], weights: Tensor) -> Tensor:
@@ -159,9 +157,7 @@ class TranslationObjective:
         if self.loss.latent_loss_clamp is not None:
             errors = tuple(error.clamp_max(self.loss.latent_loss_clamp) for error in errors)
         columns = weights.view(-1, self.latent.num_predictions).unbind(1)
-        return _add_up(
-            [_weighted_sum(error, column) for error, column in zip(errors, columns, strict=True)]
-        )
+        return reduce(torch.add, map(_weighted_sum, errors, columns))
 
     def _latent_error(self, prediction: Tensor, target: Tensor) -> Tensor:
         """[B] (of several latents per sample [B, N]) mean squared error over D in fp32.

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmldlm.engines.base import Engine
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.models.flops import Flops, estimate_flops
 from mmldlm.models.memory import (
     logits_bytes,
     mmdit_activation_bytes,
@@ -23,9 +21,8 @@ from mmldlm.sampling.joint import sample_joint
 from mmldlm.sampling.latents import sample_latents
 from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.base import Metric, ModelSizes
-from mmldlm.tasks.batch_checks import range_problems, store_problems
+from mmldlm.tasks.batch_checks import store_problems
 from mmldlm.tasks.collation import CandidateSampler
-from mmldlm.tasks.initialization import set_first_weights
 from mmldlm.tasks.text_task import MaskedTextTask, Pretrained
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
 from mmldlm.tasks.translation.data import TranslationData, open_data
@@ -37,7 +34,7 @@ from mmldlm.tasks.translation.parameter_plan import (
     parameter_plan,
     random_projection,
 )
-from mmldlm.tasks.validation import PassTotals, Validation
+from mmldlm.tasks.validation import PassTotals
 from mmldlm.utils.validation import not_none
 
 
@@ -81,7 +78,6 @@ class TranslationTask(MaskedTextTask):
         Metric("text_accuracy", "text_correct", "text_masked"),
         Metric("latent_cosine", "latent_cosine_sum", "latents"),
     )
-    buffers = frozenset({"latent_mean", "latent_std"})
     architecture = "MultimodalMMDiT"
     samplers: ClassVar[Mapping[str, tuple[str, ...]]] = {**MaskedTextTask.samplers, "t2l": ()}
     sampling_options = MaskedTextTask.sampling_options | {
@@ -96,9 +92,6 @@ class TranslationTask(MaskedTextTask):
 
     def open_data(self, config: TranslationConfig) -> TranslationData:
         return open_data(config)
-
-    def names_data(self, config: TranslationConfig) -> bool:
-        return bool(config.data.roots)
 
     def model_sizes(self, config: TranslationConfig, length: int) -> ModelSizes:
         freeze = {"freeze": decided_freeze(config)}
@@ -125,39 +118,6 @@ class TranslationTask(MaskedTextTask):
         """Return the most bytes of logits that exist at once."""
         batch, dtype = config.training.train_batch_size, config.training.dtype
         return logits_bytes(config.model, batch, length, dtype, on_gpu)
-
-    def estimate_flops(
-        self, model_config: Any, lengths: Sequence[float], num_scored: float, **work: Any
-    ) -> Flops:
-        """Return the forward FLOPs of a batch (models/flops.py)."""
-        return estimate_flops(model_config, lengths, num_scored, **work)
-
-    def training_flops(
-        self,
-        config: TranslationConfig,
-        num_samples: int,
-        num_tokens: float,
-        sums: Mapping[str, float],
-    ) -> float:
-        """Return forward and backward FLOPs of a global batch, whose texts count as equally long:
-        length-bucketed batches hold the sum of squares within a few percent of attention's share.
-        """
-        if not num_samples or not num_tokens:
-            return 0.0
-        of_one = {name: value / num_samples for name, value in sums.items()}
-        flops = self.estimate_flops(
-            config.model,
-            [num_tokens / num_samples],
-            of_one["text_masked"],
-            num_logits=None if config.loss.text_candidates is None else of_one["text_logits"],
-            num_latents=of_one.get("all_latents"),
-            **self.latent_work(of_one),
-        )
-        return num_samples * flops.training
-
-    def latent_work(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return further counts of a batch that `estimate_flops` takes."""
-        return {}
 
     def pass_flops(self, model_config: Any, length: float, scored: float) -> float:
         flops = self.estimate_flops(model_config, [length], scored)
@@ -193,20 +153,11 @@ class TranslationTask(MaskedTextTask):
 
     # -- model, batches and loss ------------------------------------------------------------------
 
-    def build_model(self, data: TranslationData) -> MultimodalMMDiT:
-        torch.manual_seed(data.config.training.seed)
-        model = self.model_class()(data.config.model)
-        set_first_weights(model, model.text_encoder.token_embedding, data)
-        return model
-
     def parameter_plan(self, model: MultimodalMMDiT, config: TranslationConfig) -> ParameterPlan:
         return parameter_plan(model, config)
 
     def parameter_groups(self, model: MultimodalMMDiT) -> dict[str, list[str]]:
         return model.parameter_groups()
-
-    def compile(self, model: MultimodalMMDiT, plan: ParameterPlan) -> None:
-        model.compile_blocks()
 
     def noiser_class(self, config: TranslationConfig) -> type[Noiser]:
         """Return the class of the collators."""
@@ -247,13 +198,7 @@ class TranslationTask(MaskedTextTask):
     def objective(self, config: TranslationConfig) -> TranslationObjective:
         return TranslationObjective(config)
 
-    def validation(self, data: TranslationData, engine: Engine) -> Validation:
-        seed = data.config.training.seed + Validation.SEED_OFFSET
-        passes = self.validation_passes(data, seed)
-        return Validation(self, data, engine, passes, self.validation_figures)
-
     def validation_passes(self, data: TranslationData, seed: int) -> list[tuple[str, Noiser]]:
-        """Return name and collator of each pass over the validation samples."""
         return [
             (name, self.collator(data, seed, mode, dropout))
             for name, mode, dropout in passes_of(data.config)
@@ -373,20 +318,13 @@ class TranslationTask(MaskedTextTask):
         return (*UNREAD_MODULES[mode], *unread, *nulls)
 
     def check_batch(self, data: TranslationData, batch: TranslationBatch) -> list[str]:
-        timesteps = {
-            "text_timesteps": batch.text_timesteps,
-            "latent_timesteps": batch.latent_timesteps,
-        }
-        return [
-            *range_problems(batch, not_none(data.config.model.vocab_size), timesteps),
-            *store_problems(
-                batch,
-                data.train.get(batch.ids),
-                not_none(data.config.model.eos_token_id),
-                batch.latent_clean,
-                lambda rows: (_in_model_space(variant, data) for variant in data.variants(rows)),
-            ),
-        ]
+        return store_problems(
+            batch,
+            data.train.get(batch.ids),
+            not_none(data.config.model.eos_token_id),
+            batch.latent_clean,
+            lambda rows: (_in_model_space(variant, data) for variant in data.variants(rows)),
+        )
 
 
 def _in_model_space(latents: np.ndarray, data: TranslationData) -> Tensor:
