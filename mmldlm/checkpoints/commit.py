@@ -267,16 +267,14 @@ def begin(
     pending = PendingCheckpoint(Path(run_dir), step, ranks)
     error = _try(_prepare, pending, folders) if ranks.rank == 0 else None
     pending.raise_together("making its folder", error)
-    error = _try(_check_visible, pending.path)
-    pending.raise_together(
-        "seeing its folder (logging.save_dir must be shared by all hosts)", error
-    )
     error = _try(
         _try_writing,
         [pending.path, *(pending.path / name for name in folders)],
         f"{_PROBE_FILE}{ranks.rank}",
     )
-    pending.raise_together("trying to write in its folder", error)
+    pending.raise_together(
+        "trying to write in its folder (logging.save_dir must be shared by all hosts)", error
+    )
     return pending
 
 
@@ -300,11 +298,6 @@ def _prepare(pending: PendingCheckpoint, folders: Sequence[str]) -> None:
     for name in folders:
         (pending.path / name).mkdir(parents=True, exist_ok=True)
     fsync_path(parent)
-
-
-def _check_visible(path: Path) -> None:
-    if not path.is_dir():
-        raise FileNotFoundError(f"{path} is not visible here")
 
 
 def _try_writing(folders: Sequence[Path], name: str) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
-from mmldlm.checkpoints.files.dtypes import COMPLEX, DTYPES, as_numbers
+from mmldlm.checkpoints.files.dtypes import COMPLEX, as_numbers, numel
 from mmldlm.checkpoints.formats.open import open_source
-from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, WeightSource
+from mmldlm.checkpoints.formats.weight_source import (
+    RANGE_ELEMENTS,
+    WEIGHT,
+    OpenedCheckpoint,
+    WeightSource,
+)
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import for_screen, print_table
-from mmldlm.utils.moments import MOMENTS
 
 
 def summarize(opened: OpenedCheckpoint) -> list[tuple[str, str]]:
@@ -103,27 +106,9 @@ class CheckpointDiff:
         """
         return bool(self.values or self.shapes or self.only_a or self.only_b or self.renamed)
 
-    def add(
-        self,
-        name: str,
-        a: Iterator[np.ndarray],
-        b: Iterator[np.ndarray],
-        in_a: str = "float32",
-        in_b: str = "float32",
-    ) -> None:
-        """Compare the chunks of one tensor, of dtype `in_a` and `in_b`."""
-        count, largest = 0, 0.0
-        for x, y in _align(a, b):
-            differ, most = _difference(x, in_a, y, in_b)
-            count, largest = count + differ, float(np.maximum(largest, most))
-        if count:
-            self.values[name] = (count, largest)
-        else:
-            self.equal += 1
-
 
 def compare(a: WeightSource, b: WeightSource, strip_prefix: str = "") -> CheckpointDiff:
-    """Compare two sources tensor by tensor, in chunks, and the moments that they were opened with.
+    """Compare two sources tensor by tensor, in ranges, and the moments that they were opened with.
 
     If the names of one are those of the other behind a prefix, they are compared without it.
 
@@ -147,39 +132,51 @@ def compare(a: WeightSource, b: WeightSource, strip_prefix: str = "") -> Checkpo
             one.clear()
             one.update(stripped)
             break
-    difference.only_a = [name for name in names_a if name not in names_b]
-    difference.only_b = [name for name in names_b if name not in names_a]
-    for name in names_a:
-        if name not in names_b:
+    states_a, states_b = _states(a, names_a), _states(b, names_b)
+    difference.only_a = [label for label in states_a if label not in states_b]
+    difference.only_b = [label for label in states_b if label not in states_a]
+    for label, (name_a, what, shape, dtype_a) in states_a.items():
+        if label not in states_b:
             continue
-        one, two = a.tensors[names_a[name]], b.tensors[names_b[name]]
-        if one.shape != two.shape:
-            difference.shapes[name] = (one.shape, two.shape)
+        name_b, _, shape_b, dtype_b = states_b[label]
+        if shape != shape_b:
+            difference.shapes[label] = (shape, shape_b)
             continue
-        if one.dtype != two.dtype:
-            difference.dtypes[name] = (one.dtype, two.dtype)
-        difference.add(
-            name, a.iter_chunks(one.name), b.iter_chunks(two.name), one.dtype, two.dtype
-        )
-    for what in MOMENTS:
-        of_a = {
-            name: origin for name, origin in names_a.items() if origin in a.moments.get(what, {})
-        }
-        of_b = {
-            name: origin for name, origin in names_b.items() if origin in b.moments.get(what, {})
-        }
-        for name in of_a:
-            if name in of_b:
-                difference.add(
-                    f"{what} of {name}",
-                    a.iter_chunks(of_a[name], what),
-                    b.iter_chunks(of_b[name], what),
-                )
-        difference.only_a += [f"{what} of {name}" for name in of_a if name not in of_b]
-        difference.only_b += [f"{what} of {name}" for name in of_b if name not in of_a]
+        if dtype_a != dtype_b:
+            difference.dtypes[label] = (dtype_a, dtype_b)
+        count, largest = 0, 0.0
+        for low in range(0, numel(shape), RANGE_ELEMENTS):
+            high = min(low + RANGE_ELEMENTS, numel(shape))
+            x, y = _read(a, name_a, what, low, high), _read(b, name_b, what, low, high)
+            differ, most = _difference(x, dtype_a, y, dtype_b)
+            count, largest = count + differ, float(np.maximum(largest, most))
+        if count:
+            difference.values[label] = (count, largest)
+        else:
+            difference.equal += 1
     a.finish()
     b.finish()
     return difference
+
+
+def _states(
+    source: WeightSource, names: dict[str, str]
+) -> dict[str, tuple[str, str, tuple[int, ...], str]]:
+    """Return label -> (name in the source, weight or moment, shape, dtype) of all that is
+    compared, for `names`: name to compare by -> name in the source.
+    """
+    states = {}
+    for name, origin in names.items():
+        info = source.tensors[origin]
+        states[name] = (origin, WEIGHT, info.shape, info.dtype)
+        for what in source.moments_of(origin):
+            states[f"{what} of {name}"] = (origin, what, info.shape, "float32")
+    return states
+
+
+def _read(source: WeightSource, name: str, what: str, low: int, high: int) -> np.ndarray:
+    chunks = source.iter_range(name, what, low, high)
+    return np.concatenate([chunk.copy() for chunk, _ in chunks])
 
 
 def _extra_prefix(names: list[str], others: list[str]) -> str:
@@ -250,45 +247,24 @@ def diff(
     return int(difference.any)
 
 
-def _align(
-    one: Iterator[np.ndarray], two: Iterator[np.ndarray]
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield chunks of two streams of the same length, cut at the same positions."""
-    x, y = next(one, None), next(two, None)
-    while x is not None and y is not None:
-        count = min(x.size, y.size)
-        yield x[:count], y[:count]
-        x = x[count:] if x.size > count else next(one, None)
-        y = y[count:] if y.size > count else next(two, None)
-    assert x is None and y is None, "two tensors of one shape with different numbers of elements"
-
-
 def _difference(x: np.ndarray, x_dtype: str, y: np.ndarray, y_dtype: str) -> tuple[int, float]:
     """Return the number of differing elements and the largest difference.
 
     NaNs are equal; 0.0 and -0.0 are not.
     """
-    if x_dtype == y_dtype:
-        if np.array_equal(x.view(np.uint8), y.view(np.uint8)):
-            return 0, 0.0
-        # Correct also for integers beyond 2^53; NaNs with different bits are handled below.
-        same = x == y
-    x, y = _widened(x, x_dtype), _widened(y, y_dtype)
-    if x_dtype in COMPLEX or y_dtype in COMPLEX:
-        same = (x == y) | (np.isnan(x) & np.isnan(y))
-    elif DTYPES[x_dtype].is_float or x_dtype != y_dtype:
-        same = (x == y) & (np.signbit(x) == np.signbit(y)) | (np.isnan(x) & np.isnan(y))
+    if x_dtype == y_dtype and np.array_equal(x.view(np.uint8), y.view(np.uint8)):
+        return 0, 0.0
+    # float8 stays bits, which suffices for equality.
+    wide = np.complex128 if {x_dtype, y_dtype} & set(COMPLEX) else np.float64
+    wide_x, wide_y = as_numbers(x, x_dtype).astype(wide), as_numbers(y, y_dtype).astype(wide)
+    # Integers beyond 2^53 are only exact as they are stored.
+    one, two = (x, y) if x_dtype == y_dtype else (wide_x, wide_y)
+    same = (one.view(np.uint8) == two.view(np.uint8)).reshape(one.size, -1).all(axis=1)
+    same |= np.isnan(wide_x) & np.isnan(wide_y)
     if same.all():
         return 0, 0.0
     with np.errstate(invalid="ignore"):
-        return int(np.count_nonzero(~same)), float(np.abs(x - y)[~same].max())
-
-
-def _widened(values: np.ndarray, dtype: str) -> np.ndarray:
-    """Widen to float64 (complex128); float8 stays bits, which suffices for equality."""
-    if dtype in COMPLEX:
-        return values.astype(np.complex128)
-    return as_numbers(values, dtype).astype(np.float64)
+        return int(np.count_nonzero(~same)), float(np.abs(wide_x - wide_y)[~same].max())
 
 
 def _shape(shape: tuple[int, ...]) -> str:

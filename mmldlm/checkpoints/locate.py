@@ -242,84 +242,57 @@ def locate_checkpoint(path: Path | str) -> Path:
 
 
 def _locate(path: Path) -> Path:
-    expected = f"a run, its `latest`, or a checkpoints/step_* folder at {path}"
     folder: Path | None = path
     if path.name in LINKS and (path.is_symlink() or path.is_file() or is_copied_link(path)):
         folder = read_link(path.parent, path.name)
     elif path.is_dir() and not (path / MANIFEST).exists() and not _STEP.fullmatch(path.name):
         run_dir = path.parent if path.name == CHECKPOINTS else path
-        folder = read_link(run_dir)
-        if folder is None:
-            steps = list_checkpoints(run_dir)
-            if not steps:
-                raise UserError(expected, *_describe_other(path))
-            folder = steps[-1][1]
+        steps = list_checkpoints(run_dir)
+        folder = read_link(run_dir) or (steps[-1][1] if steps else None)
     if folder is not None and not os.path.lexists(folder) and replaced_path(folder).is_dir():
         folder = replaced_path(folder)
     if folder is None or not folder.is_dir():
-        if folder == path and path.exists():
-            raise UserError(expected, *_describe_other(path))
-        found = (
-            "nothing"
-            if folder in (None, path)
-            else f"a `{path.name if path.name in LINKS else LATEST}` that names {folder}, which"
-            " does not exist"
-        )
-        raise UserError(
-            expected,
-            found,
-            "check the path; training.resume=auto takes the newest complete checkpoint",
-        )
+        raise _no_checkpoint_error(path, folder)
     check_complete(folder, checksums=False)
     # The folder of checkpoints may be a link to another disk; the path through it names the run.
     through_run = Path(os.path.abspath(folder))
     return through_run if through_run.parent.name == CHECKPOINTS else folder.resolve()
 
 
-def _describe_other(path: Path) -> tuple[str, str]:
-    """Return what is at a path that holds no checkpoints of a run, and what to do."""
-    weights_alone = (
-        f"start with training.init_from={path}: it takes the weights, not the optimizer and the"
-        " step"
+def _no_checkpoint_error(path: Path, named: Path | None) -> UserError:
+    """Return the error for a path that leads to no checkpoint, but to `named`, if it is a link."""
+    if named not in (None, path):
+        link = path.name if path.name in LINKS else LATEST
+        found = f"a `{link}` that names {named}, which does not exist"
+    elif path.is_dir():
+        found = f"a folder without checkpoints ({join_some(sorted(os.listdir(path))) or 'empty'})"
+    else:
+        found = "a file, not a run or a checkpoint" if path.exists() else "nothing"
+    return UserError(
+        f"a run, its `{LATEST}`, or a checkpoints/step_* folder at {path}",
+        found,
+        "give a run (of a folder of runs, one of its runs); training.resume=auto takes the newest"
+        f" complete checkpoint of this run, training.init_from={path} weights without the"
+        " optimizer and the step",
     )
-    # Users see `latest`; what it points to says which checkpoint this is a part of.
-    checkpoint = next(
-        (folder for folder in path.resolve().parents if _STEP.fullmatch(folder.name)), None
-    )
-    of_checkpoint = f" of the checkpoint {checkpoint.name}" if checkpoint else ""
-    whole = f"give {checkpoint}, or its run's {LATEST}; or " if checkpoint else ""
-    if not path.is_dir():
-        return (
-            f"a file{of_checkpoint}, not a run or a checkpoint",
-            f"{whole}if it holds weights, {weights_alone}",
-        )
-    inside = sorted(entry.name for entry in path.iterdir())
-    found = f"a folder without checkpoints ({', '.join(inside[:5]) or 'empty'})"
-    if checkpoint:
-        return f"a part{of_checkpoint}", f"{whole}{weights_alone}"
-    runs = [path / name for name in inside if (path / name / CHECKPOINTS).is_dir()]
-    if runs:
-        return f"a folder of {len(runs)} runs", f"give one of its runs: {join_some(runs)}"
-    if any(
-        name.endswith((".safetensors", ".pt", ".bin", ".distcp", ".metadata")) for name in inside
-    ):
-        return f"weights without the state of a run ({', '.join(inside[:5])})", weights_alone
-    return found, "check logging.save_dir and logging.run_name, or start without training.resume"
 
 
-def check_complete(folder: Path, checksums: bool = True, with_state: bool = False) -> list[str]:
+def check_complete(
+    folder: Path, checksums: bool = True, with_state: bool = False, tails: bool = False
+) -> list[str]:
     """Check that a run can continue from a checkpoint; return the problems of files without
     training state.
 
     Args:
         with_state: Whether to check also the values in training_state.json, from which a run
             continues.
+        tails: Whether to compare the end of every file (without `with_state`; see examine).
 
     Raises:
         UserError: it cannot continue.
     """
     examination = (
-        examine_with_state(folder, checksums) if with_state else examine(folder, checksums)
+        examine_with_state(folder, checksums) if with_state else examine(folder, checksums, tails)
     )
     if examination.unreadable:
         raise unreadable_error(folder, "; ".join(examination.unreadable[:3]))
@@ -327,6 +300,6 @@ def check_complete(folder: Path, checksums: bool = True, with_state: bool = Fals
         raise UserError(
             f"a complete checkpoint in {folder}",
             "; ".join(examination.damaged[:3]),
-            "training.resume=auto takes the newest complete checkpoint of the run",
+            "take an older one; training.resume=auto takes the newest complete one of the run",
         )
     return examination.descriptions

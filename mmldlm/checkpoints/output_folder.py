@@ -24,7 +24,6 @@ from mmldlm.checkpoints.formats.safetensors import SafetensorsFile
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint
 from mmldlm.checkpoints.manifest import (
     CONFIG_FILE,
-    MANIFEST,
     MODEL_CONFIG,
     RUN_CONFIG,
     SAFETENSORS_FILE,
@@ -426,7 +425,7 @@ def real_path(root: Path, path: Path) -> Path:
         if not any(blobs == real.parent for blobs in _hub_blobs(real_root)):
             raise UserError(
                 f"a checkpoint in {root} without links to files outside it",
-                f"{_link_of(root, path)}, which leads to {real}",
+                f"{path}, which leads to {real}",
                 "if you trust it, copy the checkpoint with its files (cp -rL) and convert the"
                 " copy",
             )
@@ -440,12 +439,6 @@ def _hub_blobs(root: Path) -> Iterator[Path]:
     for revision in (root, *root.parents):
         if revision.parent.name == "snapshots":
             yield revision.parent.parent / "blobs"
-
-
-def _link_of(root: Path, path: Path) -> Path:
-    """Return the first link on the way from `root` to `path`."""
-    inside = [part for part in (path, *path.parents) if root in part.parents]
-    return next((part for part in reversed(inside) if part.is_symlink()), path)
 
 
 def _unusable(path: Path, found: str) -> UserError:
@@ -512,15 +505,6 @@ def _copy_listed_files(checkpoint: Path, dtype: str | None, folder: Path) -> lis
         copy_file(checkpoint, checkpoint / name, folder / (own_name if is_known else name))
     if not tokenizer:
         notes.append(f"the checkpoint has no {TOKENIZER_FOLDER}/: none was written")
-    copied = (MODEL_CONFIG, RUN_CONFIG, TOKENIZER_FOLDER, *CODEC_FILES)
-    for name in copied:
-        if os.path.lexists(checkpoint / name) and not any(
-            name in (entry, entry.split("/")[0]) for entry in listed
-        ):
-            notes.append(
-                f"{name} is not listed in {MANIFEST} and was not copied: it was added after the"
-                " save"
-            )
     return notes
 
 

@@ -121,8 +121,7 @@ def list_run_files(opened: OpenedCheckpoint, world: int) -> dict[str, dict[str, 
     source = opened.checkpoint
     assert source is not None
     averages = {
-        path.relative_to(source).as_posix()
-        for path in list_ema_files(source / ENGINE_FOLDER).values()
+        path.relative_to(source).as_posix() for path in list_ema_files(source / ENGINE_FOLDER)
     }
 
     def is_copied(name: str) -> bool:

@@ -94,7 +94,7 @@ def test_round_trip(zero_dir, tmp_path, case):
     assert [group.names for group in before.groups] == [group.names for group in after.groups]
     if not case.startswith("z0"):  # ZeRO-0's optimizer has no scaler of that kind
         assert before.optimizer["loss_scaler"] == after.optimizer["loss_scaler"]
-        assert before.optimizer["loss_scaler"].state["dynamic"] is ("fp16" in case)
+        assert before.optimizer["loss_scaler"]["state"]["dynamic"] is ("fp16" in case)
     assert not list(tmp_path.glob("*.partial"))
 
 

@@ -112,8 +112,8 @@ class TorchFile:
     Args:
         path: File, named in errors.
         random_access: Whether to read only what is requested (see the module docstring).
-        fd: Open descriptor of `path` that the caller closes; None to open and close one here.
-        window: (first byte, number of bytes) of the zip inside a larger file; None for the
+        window: (first byte, number of bytes) of the zip inside a larger file, which is read when
+            something of it is requested, through the descriptor of a subclass; None for the
             complete file.
 
     Attributes:
@@ -128,16 +128,18 @@ class TorchFile:
         self,
         path: Path | str,
         random_access: bool = False,
-        fd: int | None = None,
         window: tuple[int, int] | None = None,
     ):
         self.path = Path(path)
         self.random_access = random_access
         self.foreign_objects: set[str] = set()
-        self._owns_fd = fd is None
-        self._fd = open_for_reading(self.path) if fd is None else fd
-        self._base, self.file_size = window or (0, os.fstat(self._fd).st_size)
+        self._owns_fd, self._fd = window is None, -1
         self._records: dict[str, _Record] | None = None
+        if window is not None:
+            self._base, self.file_size = window
+            return
+        self._fd = self._descriptor()
+        self._base, self.file_size = 0, os.fstat(self._fd).st_size
         self._open()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -380,10 +382,6 @@ class TorchFile:
         """
         offset = (ref.offset + start) * DTYPES[ref.dtype].itemsize
         return self._base + self.records[f"data/{ref.key}"].start + offset
-
-    def check_ref_crc(self, ref: TensorRef) -> None:
-        """Call check_record for the record that stores a tensor."""
-        self.check_record(f"data/{ref.key}")
 
     def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> int | None:
         """Fill `view` with the bytes of the elements from `start` of a contiguous tensor.

@@ -223,15 +223,9 @@ class DcpFolder:
                 continue
             try:
                 self.tree[name] = value.load()
-            except UserError as error:
-                if name not in _MAY_HOLD_MODEL:
-                    continue
-                found = f"one pickled object, which cannot be read ({error.found})"
-                fix = (
-                    "save it with flatten_state_dict=True, torch's default, so that every tensor"
-                    " has a name"
-                )
-                raise UserError(f"the tensors of {name!r} in {self.path}", found, fix) from error
+            except UserError:
+                if name in _MAY_HOLD_MODEL:
+                    raise
 
     def locate(
         self, name: str, dtype: str, sizes: tuple[int, ...], offsets: tuple[int, ...]
@@ -449,11 +443,11 @@ class DcpFile:
 
 
 class ItemFile(TorchFile):
-    """The zip of one chunk, or of one pickled object, inside a .distcp file."""
+    """The zip of one pickled object, or of one chunk, inside a .distcp file."""
 
     def __init__(self, file: DcpFile, offset: int, length: int, random_access: bool):
+        super().__init__(file.path, random_access, (offset, length))
         self._file = file
-        super().__init__(file.path, random_access, file.fd, (offset, length))
 
     def _descriptor(self) -> int:
         return self._file.fd
@@ -470,11 +464,10 @@ class ItemFile(TorchFile):
         super()._check_kind(kind)
 
 
-class DcpItem:
+class DcpItem(ItemFile):
     """One chunk, opened when it is read first: a rank needs few chunks of a large checkpoint.
 
-    Implements TensorFile. `ref` is the tensor's description in .metadata, which the item must
-    match.
+    `ref` is the tensor's description in .metadata, which the item must match.
     """
 
     def __init__(
@@ -486,28 +479,23 @@ class DcpItem:
         what: str,
         random_access: bool,
     ):
-        self.path = file.path
-        self._file, self.offset, self._length = file, offset, length
-        self._what, self._random_access = what, random_access
-        self.ref = ref
-        self._zip: TorchFile | None = None
-        self._stored = ref
+        super().__init__(file, offset, length, random_access)
+        self.ref, self._what = ref, what
+        self._stored: TensorRef | None = None
         self._lock = threading.Lock()
 
-    def _open(self) -> TorchFile:
-        with self._lock:
-            if self._zip is None:
-                item = ItemFile(self._file, self.offset, self._length, self._random_access)
-                self._stored = self._check(item, item.load())
-                self._zip = item
-            return self._zip
-
-    def _check(self, item: TorchFile, stored: Any) -> TensorRef:
-        """Return what an item holds, the tensor that .metadata describes.
+    def _tensor(self) -> TensorRef:
+        """Return what the item holds, the tensor that .metadata describes.
 
         Raises:
             UserError: something else.
         """
+        with self._lock:
+            if self._stored is None:
+                self._stored = self._check(self.load())
+            return self._stored
+
+    def _check(self, stored: Any) -> TensorRef:
         is_tensor = isinstance(stored, TensorRef)
         if not is_tensor or (stored.dtype, stored.shape) != (self.ref.dtype, self.ref.shape):
             found = f"{stored.dtype} {stored.shape}" if is_tensor else type(stored).__name__
@@ -516,7 +504,7 @@ class DcpItem:
                 f"{found} for a part of {self._what}, {self.ref.dtype} {self.ref.shape} in"
                 f" {DCP_METADATA}",
             )
-        item.check_ref(stored, self._what)
+        self.check_ref(stored, self._what)
         if not stored.is_contiguous:
             negated = ", negated" * stored.negated
             raise UserError(
@@ -530,21 +518,7 @@ class DcpItem:
         """Return the approximate position of element `start`, to sort reads without opening the
         item.
         """
-        return self.offset + start * DTYPES[ref.dtype].itemsize
+        return self._base + start * DTYPES[ref.dtype].itemsize
 
     def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> int | None:
-        item = self._open()
-        return item.read_elements_into(self._stored, start, view)
-
-    def read_strided(self, ref: TensorRef, what: str):
-        raise AssertionError("chunks are contiguous")
-
-    def check_ref_crc(self, ref: TensorRef) -> None:
-        self._open().check_ref_crc(self._stored)
-
-    def verify_read_records(self) -> None:
-        if self._zip is not None:
-            self._zip.verify_read_records()
-
-    def close(self) -> None:
-        self._file.close()
+        return super().read_elements_into(self._tensor(), start, view)

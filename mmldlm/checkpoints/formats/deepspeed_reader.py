@@ -171,7 +171,7 @@ class ZeroCheckpoint(WeightSource):
         own = {name: ref for name, ref in plain.items() if name not in shared or not ref.numel}
         add_tensors(self, file, own, kinds)
         self._add_frozen3(model_files, models if self.stage == 3 else [{}])
-        self._add_shared3(file, state)
+        self._mark_tied(file, state)
         self._order_like(module)
 
     def _add_universal_copies(
@@ -241,8 +241,8 @@ class ZeroCheckpoint(WeightSource):
         return file
 
     def _mark_tied(self, file: TorchFile, state: dict) -> None:
-        """Mark tied weights that were saved twice, as mmldlm does when it saves a copy
-        asynchronously.
+        """Add the second names of tied weights, which may have been saved twice: mmldlm does when
+        it saves a copy asynchronously.
 
         DeepSpeed names them from ZeRO-1 on; under ZeRO-0 mmldlm does, in the client state.
         """
@@ -416,7 +416,7 @@ class ZeroCheckpoint(WeightSource):
                     self.moments.setdefault(key, {})[name] = parts
                 offset += -(-numel(shape) // world)
         self._add_frozen3(model_files, models)
-        self._add_shared3(file, state)
+        self._mark_tied(file, state)
         self._order_like(module)
 
     def _add_frozen3(self, files: list[TorchFile], models: list[dict]) -> None:
@@ -442,17 +442,6 @@ class ZeroCheckpoint(WeightSource):
                 )
             self.tensors[name] = TensorInfo(name, flats[0].dtype, tuple(shape), "frozen")
             self.parts[name] = GatheredParts(files, flats, 0, numel(shape))
-
-    def _add_shared3(self, file: TorchFile, state: dict) -> None:
-        for alias, owner in tied_names(state.get("shared_params"), file.path).items():
-            if owner not in self.tensors:
-                found = f"{alias} tied to {owner}, which has no weights in the checkpoint"
-                raise corrupt_file_error(file.path, found)
-            info, own = self.tensors[owner], self.tensors.get(alias)
-            # DeepSpeed lists all tensors without elements as shared.
-            if own is not None and not own.numel and not info.numel:
-                continue
-            self.tensors[alias] = TensorInfo(alias, info.dtype, info.shape, "alias", owner)
 
 
 def _check_in_module(

@@ -20,17 +20,12 @@ from mmldlm.checkpoints.files.unpickler import TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, WeightSource
 from mmldlm.errors import UserError
 
-_EMA = re.compile(r"ema_rank(\d+)\.pt")
+_EMA = re.compile(r"ema_rank\d+\.pt")
 
 
-def list_ema_files(folder: Path) -> dict[int, Path]:
-    """Return rank -> file, sorted by rank."""
-    paths = {
-        int(match[1]): path
-        for path in folder.glob("ema_rank*.pt")
-        if (match := _EMA.fullmatch(path.name))
-    }
-    return dict(sorted(paths.items()))
+def list_ema_files(folder: Path) -> list[Path]:
+    """Return the files of all ranks."""
+    return sorted(path for path in folder.glob("ema_rank*.pt") if _EMA.fullmatch(path.name))
 
 
 def add_ema(source: WeightSource, folder: Path) -> None:
@@ -45,9 +40,9 @@ def add_ema(source: WeightSource, folder: Path) -> None:
             fragment.
     """
     fragments: dict[str, list[tuple[int, int, FileRange]]] = {}
-    if not (paths := list(list_ema_files(folder).values())):
+    if not (paths := list_ema_files(folder)):
         folder = source.path
-        paths = list(list_ema_files(folder).values())
+        paths = list_ema_files(folder)
     for path in paths:
         file = TorchFile(path, source.options.random_access)
         source.files.append(file)

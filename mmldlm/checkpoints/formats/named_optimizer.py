@@ -13,20 +13,20 @@ from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
-from mmldlm.checkpoints.files.dtypes import DTYPES, numel
-from mmldlm.checkpoints.files.torch_file import NUMBERS, corrupt_file_error
+from mmldlm.checkpoints.files.dtypes import DTYPES
+from mmldlm.checkpoints.files.torch_file import corrupt_file_error
 from mmldlm.checkpoints.formats.optimizer import (
-    PLAIN_TYPES,
     Group,
     OptimizerMetadata,
+    Unreadable,
+    plain_value,
     torch_metadata,
 )
-from mmldlm.checkpoints.formats.selection import Keys, StoredValue, is_tensor, write_path
+from mmldlm.checkpoints.formats.selection import Keys, is_tensor, write_path
 from mmldlm.checkpoints.formats.weight_source import (
     NamedOptimizer,
     OpenedCheckpoint,
     WeightSource,
-    read_parts,
 )
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import join_some
@@ -99,10 +99,6 @@ def named_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
     return metadata
 
 
-class Unreadable(ValueError):
-    """An optimizer that cannot be carried over; the message is the reason."""
-
-
 def read_named_optimizer(
     optimizers: dict[Keys, dict], model: Container[str], path: Path
 ) -> NamedOptimizer:
@@ -142,28 +138,6 @@ def read_named_optimizer(
             _check_state(name, optimizer.state.get(name, {}), moment_keys(settings))
     optimizer.steps = _steps(optimizer.state, path)
     return optimizer
-
-
-def plain_value(leaf: Any) -> Any:
-    """Return the plain value of a leaf or of a dict or list of them, a one-element tensor as its
-    number.
-
-    Raises:
-        UserError: damaged files.
-        Unreadable: another tensor, or an object.
-    """
-    if isinstance(leaf, StoredValue):
-        leaf = leaf.load()
-    if isinstance(leaf, PLAIN_TYPES):
-        return leaf
-    if isinstance(leaf, dict):
-        return {key: plain_value(value) for key, value in leaf.items()}
-    if isinstance(leaf, list | tuple):
-        return type(leaf)(plain_value(value) for value in leaf)
-    if not is_tensor(leaf) or numel(leaf.shape) != 1 or leaf.dtype not in NUMBERS:
-        what = f"a tensor {leaf.shape} of {leaf.dtype}" if is_tensor(leaf) else str(leaf)[:80]
-        raise Unreadable(f"{what} among its settings, instead of a number")
-    return read_parts(leaf.parts(), 0, 1)[0].item()
 
 
 def _nested(node: dict) -> tuple[list[tuple[list[str], dict[str, Any]]], dict[str, dict]]:

@@ -26,7 +26,7 @@ from mmldlm.checkpoints.formats.foreign_folder import (
 )
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptions, WeightSource
 from mmldlm.checkpoints.formats.wrapper_names import remove_wrappers
-from mmldlm.checkpoints.locate import locate_checkpoint
+from mmldlm.checkpoints.locate import check_complete, locate_checkpoint
 from mmldlm.checkpoints.manifest import (
     CONFIG_FILE,
     DCP_METADATA,
@@ -35,7 +35,6 @@ from mmldlm.checkpoints.manifest import (
     LINKS,
     MANIFEST,
     MODEL_FILE,
-    examine,
 )
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import join_some
@@ -90,7 +89,13 @@ def open_source(
     _refuse_store(path)
     if _is_run_checkpoint(path):
         checkpoint = locate_checkpoint(path)
-        _check_manifest(checkpoint, weights_only)
+        changed = check_complete(checkpoint, checksums=False, tails=True)
+        if changed and not weights_only:
+            raise UserError(
+                f"a complete checkpoint in {checkpoint}",
+                "; ".join(changed[:3]),
+                "copy these files from another checkpoint of the run; the weights are complete",
+            )
         folder = checkpoint / ENGINE_FOLDER
         options = replace(options, is_one_save=True)
         weights = registry.open_path(folder, options) if folder.is_dir() else None
@@ -211,24 +216,6 @@ def reports_deletion(
             ) from error
 
     return wrapped
-
-
-def _check_manifest(checkpoint: Path, weights_only: bool) -> None:
-    examination = examine(checkpoint, checksums=False, tails=True)
-    if examination.problems:
-        fix = (
-            "make it readable again"
-            if examination.unreadable
-            else "use an older checkpoint of the run"
-        )
-        raise UserError(
-            f"a complete checkpoint in {checkpoint}", "; ".join(examination.problems[:3]), fix
-        )
-    if examination.descriptions and not weights_only:
-        fix = "copy these files from another checkpoint of the run; the weights are complete"
-        raise UserError(
-            f"a complete checkpoint in {checkpoint}", "; ".join(examination.descriptions[:3]), fix
-        )
 
 
 def _is_run_checkpoint(path: Path) -> bool:

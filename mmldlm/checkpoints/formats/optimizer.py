@@ -15,20 +15,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmldlm.checkpoints.files.dtypes import DTYPES, WIDE_FLOATS
+from mmldlm.checkpoints.files.dtypes import DTYPES, WIDE_FLOATS, numel
 from mmldlm.checkpoints.files.file_io import read_json_object
 from mmldlm.checkpoints.files.tensor_writer import TensorSpec
 from mmldlm.checkpoints.files.torch_file import (
+    NUMBERS,
     SAME_SAVE_HINT,
     TorchFile,
     corrupt_file_error,
 )
 from mmldlm.checkpoints.files.torch_writer import GlobalRef, ObjectSpec
 from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef, dtype_name
+from mmldlm.checkpoints.formats.selection import StoredValue, is_tensor, tree_of
 from mmldlm.checkpoints.formats.weight_source import (
     OpenedCheckpoint,
     Parts,
     WeightSource,
+    read_parts,
     whole_tensor,
 )
 from mmldlm.checkpoints.manifest import RUN_CONFIG, STATE_FILE
@@ -44,6 +47,25 @@ _PLAIN_SCALER = "plain_loss_scaler"
 PLAIN_TYPES = (str, int, float, bool, type(None))
 _SCALER_MODULE = "deepspeed.runtime.fp16.loss_scaler"
 _SCALERS = ("LossScaler", "DynamicLossScaler")
+# The one of bf16 and fp32 engines.
+STATIC_SCALER = {"class": "LossScaler", "state": {"cur_scale": 1.0, "dynamic": False}}
+DYNAMIC_SCALER = {
+    "class": "DynamicLossScaler",
+    "state": {
+        "cur_scale": 2.0**16,
+        "cur_iter": 0,
+        "last_overflow_iter": -1,
+        "scale_factor": 2.0,
+        "scale_window": 1000,
+        "min_scale": 1,
+        "delayed_shift": 2,
+        "cur_hysteresis": 2,
+        "consecutive_hysteresis": False,
+        "raise_error_at_min_scale": True,
+        "dynamic": True,
+        "dtype": "torch.float16",
+    },
+}
 _PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -70,7 +92,8 @@ class OptimizerMetadata:
         compute_dtype: Dtype of the weights in the forward pass.
         model_states: Other entries of DeepSpeed's model file (counters, lr_scheduler, the caller's
             own).
-        optimizer: Loss scaler and clipping, under the keys of DeepSpeed's optimizer file.
+        optimizer: Loss scaler (its class and state) and clipping, under the keys of DeepSpeed's
+            optimizer file.
         ds_config: DeepSpeed config as saved.
         notes: Notes on what could not be carried over.
         is_of_deepspeed: Whether model_states and ds_config are DeepSpeed's own, not defaults.
@@ -119,31 +142,45 @@ def check_groups(source: WeightSource, metadata: OptimizerMetadata) -> None:
 # -- values ---------------------------------------------------------------------------------------
 
 
-def to_plain_value(file: TorchFile, value: Any) -> Any:
-    """Return numbers and strings unchanged, a one-element tensor as its number.
+class Unreadable(ValueError):
+    """What cannot be carried over of an optimizer; the message is the reason."""
+
+
+def plain_value(leaf: Any) -> Any:
+    """Return the plain value of a leaf or of a dict or list of them, a one-element tensor as its
+    number.
 
     Raises:
-        UserError: any other value.
+        UserError: damaged files.
+        Unreadable: another tensor, or an object.
     """
-    if isinstance(value, PLAIN_TYPES):
-        return value
-    if isinstance(value, (list, tuple)):
-        return type(value)(to_plain_value(file, item) for item in value)
-    if isinstance(value, dict):
-        return {key: to_plain_value(file, item) for key, item in value.items()}
-    if isinstance(value, TensorRef) and (number := file.read_number(value)) is not None:
-        return number
-    raise corrupt_file_error(
-        file.path, f"{str(value)[:80]} instead of a number among the settings of the optimizer"
-    )
+    if isinstance(leaf, StoredValue):
+        leaf = leaf.load()
+    if isinstance(leaf, PLAIN_TYPES):
+        return leaf
+    if isinstance(leaf, dict):
+        return {key: plain_value(value) for key, value in leaf.items()}
+    if isinstance(leaf, list | tuple):
+        return type(leaf)(plain_value(value) for value in leaf)
+    if not is_tensor(leaf) or numel(leaf.shape) != 1 or leaf.dtype not in NUMBERS:
+        what = f"a tensor {leaf.shape} of {leaf.dtype}" if is_tensor(leaf) else str(leaf)[:80]
+        raise Unreadable(f"{what} among its settings, instead of a number")
+    return read_parts(leaf.parts(), 0, 1)[0].item()
 
 
 def group_settings(file: TorchFile, tables: list[dict]) -> list[dict[str, Any]]:
-    """Return the settings of torch's param_groups, without their parameters."""
-    return [
-        {key: to_plain_value(file, value) for key, value in table.items() if key != "params"}
-        for table in tables
+    """Return the settings of torch's param_groups, without their parameters.
+
+    Raises:
+        UserError: one that is not plain.
+    """
+    settings = [
+        {key: value for key, value in table.items() if key != "params"} for table in tables
     ]
+    try:
+        return plain_value(tree_of(file, settings))
+    except Unreadable as error:
+        raise corrupt_file_error(file.path, f"an optimizer with {error}") from error
 
 
 def copied_values(file: TorchFile, value: Any, what: str) -> Any:
@@ -197,82 +234,55 @@ def read_scaling(saved: dict) -> dict[str, Any]:
         if key in saved and type(saved[key]) in PLAIN_TYPES
     }
     scaler = saved.get("loss_scaler", saved.get(_PLAIN_SCALER))
-    return {"loss_scaler": loss_scaler(scaler), **copied}
+    return {"loss_scaler": _plain_scaler(scaler), **copied}
 
 
 def plain_scaling(metadata: OptimizerMetadata) -> dict[str, Any]:
-    """Return OptimizerMetadata.optimizer as plain values, for a file without objects."""
-    scaler = metadata.optimizer["loss_scaler"]
-    state = {
-        key: f"torch.{item.name}" if isinstance(item, GlobalRef) else item
-        for key, item in scaler.state.items()
-    }
+    """Return OptimizerMetadata.optimizer for a file without objects."""
     plain = {key: value for key, value in metadata.optimizer.items() if key != "loss_scaler"}
-    return {**plain, _PLAIN_SCALER: {"class": scaler.type.name, "state": state}}
+    return {**plain, _PLAIN_SCALER: metadata.optimizer["loss_scaler"]}
 
 
-def loss_scaler(value: Any) -> ObjectSpec:
-    """Return DeepSpeed's loss scaler as saved; by default the static one of scale 1 that bf16 and
-    fp32 engines have.
+def _plain_scaler(value: Any) -> dict[str, Any]:
+    """Return the class and state of DeepSpeed's loss scaler, its dtypes as text, from the saved
+    object or what this returned; STATIC_SCALER for anything else.
     """
-    if (
-        isinstance(value, OpaqueObject)
-        and value.kind.removeprefix(_SCALER_MODULE + ".") in _SCALERS
-        and isinstance(value.state, dict)
-    ):
-        dtypes = {
-            key: f"torch.{dtype_name(item)}"
+    if isinstance(value, OpaqueObject) and isinstance(value.state, dict):
+        state = {
+            key: f"torch.{dtype_name(item)}" if dtype_name(item) else item
             for key, item in value.state.items()
-            if dtype_name(item)
         }
-        value = {"class": value.kind.rpartition(".")[2], "state": {**value.state, **dtypes}}
-    if (
-        isinstance(value, dict)
+        value = {"class": value.kind.removeprefix(_SCALER_MODULE + "."), "state": state}
+    state = value.get("state") if isinstance(value, dict) else None
+    is_known = (
+        isinstance(state, dict)
         and value.get("class") in _SCALERS
-        and isinstance(value.get("state"), dict)
-    ):
-        if all(
-            isinstance(key, str) and isinstance(item, PLAIN_TYPES)
-            for key, item in value["state"].items()
-        ):
-            state = {
-                key: GlobalRef("torch", str(item).removeprefix("torch."))
-                if isinstance(item, str) and item.removeprefix("torch.") in DTYPES
-                else item
-                for key, item in value["state"].items()
-            }
-            return ObjectSpec(GlobalRef(_SCALER_MODULE, value["class"]), state=state)
-    return ObjectSpec(
-        GlobalRef(_SCALER_MODULE, "LossScaler"), state={"cur_scale": 1.0, "dynamic": False}
+        and all(
+            isinstance(key, str) and isinstance(item, PLAIN_TYPES) for key, item in state.items()
+        )
     )
+    return value if is_known else STATIC_SCALER
 
 
 def scaling_of(metadata: OptimizerMetadata) -> dict[str, Any]:
-    """Return OptimizerMetadata.optimizer for a ZeRO file.
+    """Return OptimizerMetadata.optimizer for a ZeRO file, with the loss scaler as an object.
 
     A checkpoint that another engine or dtype saved has no loss scaler. DeepSpeed would put the
     static one of scale 1 in place of its own, and gradients in fp16 would underflow: there it
     gets the dynamic one at DeepSpeed's defaults.
     """
-    scaler = metadata.optimizer["loss_scaler"]
-    if metadata.compute_dtype != "float16" or scaler != loss_scaler(None):
-        return metadata.optimizer
+    scaling = metadata.optimizer
+    if metadata.compute_dtype == "float16" and scaling["loss_scaler"] == STATIC_SCALER:
+        scaling = {**scaling, "loss_scaler": DYNAMIC_SCALER, "dynamic_loss_scale": True}
+    scaler = scaling["loss_scaler"]
     state = {
-        "cur_scale": 2.0**16,
-        "cur_iter": 0,
-        "last_overflow_iter": -1,
-        "scale_factor": 2.0,
-        "scale_window": 1000,
-        "min_scale": 1,
-        "delayed_shift": 2,
-        "cur_hysteresis": 2,
-        "consecutive_hysteresis": False,
-        "raise_error_at_min_scale": True,
-        "dynamic": True,
-        "dtype": GlobalRef("torch", "float16"),
+        key: GlobalRef("torch", item.removeprefix("torch."))
+        if isinstance(item, str) and item.removeprefix("torch.") in DTYPES
+        else item
+        for key, item in scaler["state"].items()
     }
-    dynamic = ObjectSpec(GlobalRef(_SCALER_MODULE, "DynamicLossScaler"), state=state)
-    return {**metadata.optimizer, "loss_scaler": dynamic, "dynamic_loss_scale": True}
+    saved_scaler = ObjectSpec(GlobalRef(_SCALER_MODULE, scaler["class"]), state=state)
+    return {**scaling, "loss_scaler": saved_scaler}
 
 
 # -- the run around a checkpoint ------------------------------------------------------------------
@@ -297,7 +307,7 @@ def torch_metadata(
             "global_steps": step,
         },
         optimizer={
-            "loss_scaler": loss_scaler(None),
+            "loss_scaler": STATIC_SCALER,
             "dynamic_loss_scale": False,
             "overflow": False,
         },

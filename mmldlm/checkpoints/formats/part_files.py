@@ -221,7 +221,6 @@ def _part_error(path: Path, found: str, fix: str) -> PartOfCheckpoint:
 # -- The index of a model in shards ---------------------------------------------------------------
 
 INDEX_SUFFIX = ".index.json"
-_OF = re.compile(r"-\d+-of-0*(\d+)\.\w+$")
 
 
 def read_shard_index(index: Path) -> dict[str, str]:
@@ -240,7 +239,7 @@ def read_shard_index(index: Path) -> dict[str, str]:
             path_inside(index.parent, name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise corrupt_file_error(index, f"not an index of shards ({error!r})") from error
-    counts = [int(match[1]) for name in names if (match := _OF.search(name))]
+    counts = [int(match[1]) for name in names if (match := _SHARD.search(name))]
     if counts and max(counts) > len(names):
         raise corrupt_file_error(
             index, f"{len(names)} of {max(counts)} shards", "restore the index of all shards"

@@ -184,9 +184,6 @@ class SafetensorsFile:
     def read_strided(self, ref: TensorRef, what: str):
         raise AssertionError("tensors are contiguous")
 
-    def check_ref_crc(self, ref: TensorRef) -> None:
-        """Do nothing: the format has no checksums."""
-
     def verify_read_records(self) -> None:
         """Do nothing: the format has no checksums."""
 

@@ -80,12 +80,11 @@ class OpenFile(Protocol):
 
 
 class TensorFile(OpenFile, Protocol):
-    """A file that stores tensors: TorchFile, DcpItem, SafetensorsFile."""
+    """A file that stores tensors: TorchFile, SafetensorsFile."""
 
     def position_of(self, ref: TensorRef, start: int = 0) -> int: ...
     def read_elements_into(self, ref: TensorRef, start: int, view: memoryview) -> int | None: ...
     def read_strided(self, ref: TensorRef, what: str) -> np.ndarray: ...
-    def check_ref_crc(self, ref: TensorRef) -> None: ...
 
 
 class FileRange(NamedTuple):
@@ -334,17 +333,9 @@ class WeightSource:
         return tuple(what for what in MOMENTS if name in self.moments.get(what, {}))
 
     def rename(self, names: dict[str, str]) -> None:
-        """Give tensors new names: {name: new name} of all that are to be kept."""
-        # A name that is left out may have stored the elements of one that is kept.
-        heirs: dict[str, str] = {}
-        for name, info in list(self.tensors.items()):
-            if name in names and info.alias_of is not None and info.alias_of not in names:
-                heir = heirs.setdefault(info.alias_of, name)
-                if heir == name:
-                    self.tensors[name] = self.tensors[info.alias_of]._replace(name=name)
-                    self.parts[name] = self.parts[info.alias_of]
-                else:
-                    self.tensors[name] = info._replace(alias_of=heir)
+        """Give tensors new names: {name: new name} of all that are to be kept, among them the
+        owner of every alias.
+        """
         self.tensors = {
             names[name]: info._replace(
                 name=names[name], alias_of=info.alias_of and names[info.alias_of]
@@ -387,14 +378,16 @@ class WeightSource:
             )
 
     def mark_tied(self, aliases: Any, listed_in: Path) -> None:
-        """Turn tensors that were saved twice into aliases: {second name: name}, or None.
+        """Make second names aliases, whether their tensors were saved too or not: {second name:
+        name}, or None.
 
         Raises:
             UserError: no such dict, or two tensors of different dtypes or shapes; it names
                 `listed_in`.
         """
         for alias, owner in tied_names(aliases, listed_in).items():
-            info, other = self.tensors.get(alias), self.tensors.get(owner)
+            other = self.tensors.get(owner)
+            info = self.tensors.get(alias, other)
             if info is None or other is None or info.alias_of or other.alias_of:
                 continue
             # DeepSpeed lists all tensors without elements as shared.
@@ -563,7 +556,7 @@ class WeightSource:
         if not self.options.random_access:
             copies = self.low_precision_copies.get(name, [])
             for part in [*self.parts[info.alias_of or name], *copies]:
-                part.file.check_ref_crc(part.ref)
+                part.file.verify_read_records()
         flat = np.concatenate(chunks) if chunks else np.empty(0, DTYPES[info.dtype].raw)
         return flat.reshape(info.shape)
 
