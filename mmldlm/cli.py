@@ -8,7 +8,7 @@ import importlib
 import os
 import select
 import sys
-from pathlib import Path
+from functools import partial
 from typing import NoReturn
 
 from mmldlm import __version__
@@ -28,50 +28,6 @@ from mmldlm.utils.own_code import report_exit_as_error
 from mmldlm.utils.paths import check_working_folder
 from mmldlm.utils.stop_signals import interrupt_on_stop_signals, keep_exit_codes
 from mmldlm.utils.streams import open_standard_streams
-
-
-def _convert(parser):
-    convert = _import_convert()
-    convert.add_arguments(parser)
-    return convert.main
-
-
-def _convert_inspect(parser):
-    return _import_convert().add_inspect_arguments(parser)
-
-
-def _convert_diff(parser):
-    return _import_convert().add_diff_arguments(parser)
-
-
-def _import_convert():
-    # numpy's OpenBLAS starts a thread per core, which takes as long as all other imports and is
-    # not used here.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    from mmldlm.commands import convert
-
-    return convert
-
-
-def _plot(parser):
-    from mmldlm.commands import run_log
-
-    run_log.add_plot_arguments(parser)
-    return run_log.plot
-
-
-def _report(parser):
-    from mmldlm.commands import run_log
-
-    run_log.add_report_arguments(parser)
-    return run_log.report
-
-
-def _monitor(parser):
-    from mmldlm.commands import run_log
-
-    run_log.add_monitor_arguments(parser)
-    return run_log.monitor
 
 
 def _completion(parser):
@@ -101,21 +57,19 @@ def _print_completion(args):
     print(shtab.complete(parser, args.shell))
 
 
-def _sample_kind(kind: str):
-    def fill(parser):
-        from mmldlm.commands import sample
+def _sample(parser, kind: str):
+    from mmldlm.commands import sample
 
-        sample.add_arguments(parser, kind)
-        return sample.main
-
-    return fill
+    sample.add_arguments(parser, kind)
+    return sample.main
 
 
 # Verbs for which several machines may be meant.
 STARTS_RANKS = ("train", "launch", "preflight")
 
-# Verb (of one or two words) -> (entry, help). An entry is a module with add_arguments and main, or
-# a function that adds the options to a parser and returns main.
+# Verb (of one or two words) -> (entry, help). An entry is a module with add_arguments and main,
+# `module:NAME` for one with add_NAME_arguments and NAME, or a function that adds the options to a
+# parser and returns main.
 VERBS = {
     "init": (
         "mmldlm.commands.init",
@@ -143,23 +97,26 @@ VERBS = {
     ),
     "train": ("mmldlm.commands.train", "check everything, then train on this machine"),
     "convert": (
-        _convert,
+        "mmldlm.commands.convert",
         "convert a checkpoint to safetensors, or for another engine and world size",
     ),
     "convert inspect": (
-        _convert_inspect,
+        "mmldlm.commands.convert:inspect",
         "print the content of a checkpoint without reading its weights",
     ),
-    "convert diff": (_convert_diff, "compare two checkpoints tensor by tensor"),
+    "convert diff": (
+        "mmldlm.commands.convert:diff",
+        "compare two checkpoints tensor by tensor",
+    ),
     "push": ("mmldlm.commands.push", "publish a converted model on the Hugging Face hub"),
     "sample": (
         "mmldlm.commands.sample",
         "text from embeddings, embeddings from text, or both unconditionally",
     ),
-    "sample l2t": (_sample_kind("l2t"), "text from embeddings"),
-    "sample t2l": (_sample_kind("t2l"), "embeddings from text"),
+    "sample l2t": (partial(_sample, kind="l2t"), "text from embeddings"),
+    "sample t2l": (partial(_sample, kind="t2l"), "embeddings from text"),
     "sample unconditional": (
-        _sample_kind("unconditional"),
+        partial(_sample, kind="unconditional"),
         "text and embeddings without a condition",
     ),
     "hypotheses": (
@@ -170,10 +127,16 @@ VERBS = {
         "mmldlm.commands.evaluate",
         "measure conditioning gain, retrieval and F1 on unseen text, or STS-B",
     ),
-    "plot": (_plot, "draw a run's loss curve"),
-    "report": (_report, "write a page about a run: curves, events, validation, config"),
+    "plot": ("mmldlm.commands.run_log:plot", "draw a run's loss curve"),
+    "report": (
+        "mmldlm.commands.run_log:report",
+        "write a page about a run: curves, events, validation, config",
+    ),
     "completion": (_completion, "print what makes a shell complete verbs, options and files"),
-    "monitor": (_monitor, "follow a run's log and report its health"),
+    "monitor": (
+        "mmldlm.commands.run_log:monitor",
+        "follow a run's log and report its health",
+    ),
 }
 
 
@@ -185,9 +148,14 @@ def _add_arguments(parser: argparse.ArgumentParser, verb: str):
     entry = VERBS[verb][0]
     if callable(entry):
         return entry(parser)
-    module = importlib.import_module(entry)
-    module.add_arguments(parser)
-    return module.main
+    if verb.startswith("convert"):
+        # numpy's OpenBLAS starts a thread per core, which takes as long as all other imports and
+        # is not used here.
+        os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    path, _, name = entry.partition(":")
+    module = importlib.import_module(path)
+    getattr(module, f"add_{name}_arguments" if name else "add_arguments")(parser)
+    return getattr(module, name or "main")
 
 
 def _report_unread_variables(verb: str, arguments: list[str]) -> None:
@@ -204,47 +172,6 @@ def _report_unread_variables(verb: str, arguments: list[str]) -> None:
                 f"unset {name}, and write {word}",
             )
         print(f"note: mmldlm {verb} does not read {name}: write {word}", file=sys.stderr)
-
-
-def _explain_import(error: Exception, verb: str) -> UserError | None:
-    """Explain an error during imports if PYTHONPATH shadows installed packages; else
-    return None.
-    """
-    trace, is_import = error.__traceback__, isinstance(error, ImportError)
-    while trace is not None:
-        is_import = is_import or trace.tb_frame.f_code.co_name == "<module>"
-        trace = trace.tb_next
-    shadowing = _shadowing_packages() if is_import else []
-    if not shadowing:
-        return None
-    return UserError(
-        f"the packages that mmldlm was installed with, for `mmldlm {verb}`",
-        f"{type(error).__name__}: {error}; PYTHONPATH puts others in their place:"
-        f" {', '.join(shadowing)}",
-        "start it with another PYTHONPATH (unset PYTHONPATH)",
-    )
-
-
-def _shadowing_packages() -> list[str]:
-    """Return the files on PYTHONPATH that shadow installed packages."""
-    import sysconfig
-
-    installed = {Path(sysconfig.get_path(kind)) for kind in ("purelib", "platlib")}
-    folders = [Path(name) for name in os.environ.get("PYTHONPATH", "").split(os.pathsep) if name]
-    found = []
-    for folder in folders:
-        if folder.is_dir() and folder.resolve() not in {path.resolve() for path in installed}:
-            entries = [
-                path
-                for path in folder.iterdir()
-                if path.suffix in ("", ".py") and path.stem != "mmldlm"
-            ]
-            found += [
-                str(path)
-                for path in entries
-                if any((site / path.stem).is_dir() for site in installed)
-            ]
-    return sorted(found)
 
 
 def _print_help(argv: list[str]) -> int:
@@ -312,19 +239,14 @@ def main(argv: list[str] | None = None) -> int:
             return EXIT_FAILED
         print(f"error: {explain_os_error(error)}", file=sys.stderr)
         return EXIT_FAILED
-    except Exception as error:
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
-            # NumPy's, and torch's on a CPU.
-            print(
-                f"error: not enough memory: {first_line(error)}; ask for less at once",
-                file=sys.stderr,
-            )
-            return EXIT_FAILED
-        explained = _explain_import(error, verb)
-        if explained is None:
+    except (MemoryError, RuntimeError) as error:
+        # NumPy's, and torch's on a CPU.
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
             raise
-        print(f"error: {explained}", file=sys.stderr)
-        return explained.exit_code
+        print(
+            f"error: not enough memory: {first_line(error)}; ask for less at once", file=sys.stderr
+        )
+        return EXIT_FAILED
 
 
 def _stdout_closed() -> bool:

@@ -18,7 +18,6 @@ from mmldlm.data.prepare.work_dir import WorkDir
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import fold, for_screen
 from mmldlm.utils.paths import check_writable_dir, check_writable_file
-from tests.support.helpers import ROOT
 
 
 @pytest.fixture
@@ -143,31 +142,6 @@ def test_a_reader_that_has_enough_meets_no_traceback():
         assert process.stdout.read(10) == "x" * 10
         process.stdout.close()
         assert process.stderr.read() == "" and process.wait() == 1
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("numpy/__init__.py", "import no_such_thing"), ("numpy.py", "version = 1")],
-)
-def test_a_package_that_pythonpath_puts_in_place_of_ours_is_named(tmp_path, name, content):
-    path = tmp_path / "mine" / name
-    path.parent.mkdir(parents=True)
-    path.write_text(content)
-    words = [
-        sys.executable,
-        "-m",
-        "mmldlm.cli",
-        "pack",
-        "none",
-        "--output-dir",
-        str(tmp_path / "store"),
-    ]
-    folders = os.pathsep.join([str(tmp_path / "mine"), str(ROOT)])
-    done = subprocess.run(
-        words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": folders}
-    )
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert str(tmp_path / "mine" / "numpy") in done.stderr and "unset PYTHONPATH" in done.stderr
 
 
 def test_the_package_is_a_command():

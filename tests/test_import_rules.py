@@ -77,7 +77,7 @@ def test_the_checker_sees_a_breach(source, module, reason):
 
 
 GOOD = [
-    ("from mmldlm.commands.prepare import run_rank", "mmldlm.data.prepare.__main__"),
+    ("from mmldlm.cli import main", "mmldlm.data.prepare.__main__"),
     (
         "from mmldlm.models import mmdit\nfrom mmldlm.errors import UserError",
         "mmldlm.data.batch_plan",

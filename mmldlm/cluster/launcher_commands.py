@@ -11,8 +11,8 @@ from pathlib import Path
 from mmldlm.cluster import run_decoded, run_without_signals
 from mmldlm.cluster.hostfile import Node
 from mmldlm.errors import UserError
-from mmldlm.utils.entry_point import module_command
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.run_module import module_command
 
 PACKAGE = Path(__file__).resolve().parents[1]
 TRAIN = str(PACKAGE / "train.py")

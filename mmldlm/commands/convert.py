@@ -5,13 +5,11 @@ what it holds.
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mmldlm.checkpoints import inspect as inspection
 from mmldlm.checkpoints.convert import (
     MAX_WORLD_SIZE,
     ConvertOptions,
@@ -20,11 +18,10 @@ from mmldlm.checkpoints.convert import (
     run_conversion,
 )
 from mmldlm.checkpoints.formats.export_plan import DTYPE_NAMES
-from mmldlm.checkpoints.inspect import diff, inspect
 from mmldlm.checkpoints.manifest import SAFETENSORS_FILE, SUB_GROUP_SIZE, TARGETS
 from mmldlm.checkpoints.output_folder import CARD
 from mmldlm.commands import RenamedOption
-from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
+from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.utils import option_types
 from mmldlm.utils.formatting import print_table
 from mmldlm.utils.progress import ProgressBar
@@ -139,18 +136,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--no-flush", action=RenamedOption, new="--no-fsync")
 
 
-def add_inspect_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """Add the arguments of `mmldlm convert inspect`; return the function that runs it."""
+def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `mmldlm convert inspect`."""
     parser.add_argument("path", type=option_types.path, metavar="SRC", help=_SOURCES)
     parser.add_argument("--key", metavar="PATH", help=_KEY)
     parser.add_argument(
         "--keep-names", action="store_true", help="print the names as they are in the file"
     )
-    return lambda args: _run(lambda: inspect(args.path, args.keep_names, args.key))
 
 
-def add_diff_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Namespace], int]:
-    """Add the arguments of `mmldlm convert diff`; return the function that runs it."""
+def inspect(args: argparse.Namespace) -> int:
+    """Run `mmldlm convert inspect`; return the exit code."""
+    return inspection.inspect(args.path, args.keep_names, args.key)
+
+
+def add_diff_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `mmldlm convert diff`."""
     parser.add_argument("a", type=option_types.path, metavar="A", help=_SOURCES)
     parser.add_argument(
         "b", type=option_types.path, metavar="B", help="another one; exit code 1 if they differ"
@@ -169,17 +170,17 @@ def add_diff_arguments(parser: argparse.ArgumentParser) -> Callable[[argparse.Na
     parser.add_argument(
         "--strip-prefix", metavar="PREFIX", default="", help="compare names without PREFIX"
     )
-    return lambda args: _run(lambda: _diff(args))
 
 
-def _diff(args: argparse.Namespace) -> int:
+def diff(args: argparse.Namespace) -> int:
+    """Run `mmldlm convert diff`; return the exit code: 1 if they differ."""
     options = {
         "keep_names": args.keep_names,
         "strip_prefix": args.strip_prefix,
         "key_a": args.key,
         "key_b": args.key_b,
     }
-    return diff(args.a, args.b, args.ema, args.optimizer, **options)
+    return inspection.diff(args.a, args.b, args.ema, args.optimizer, **options)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -190,20 +191,12 @@ def main(args: argparse.Namespace) -> int:
     """
     # A tenth of the time of a re-shard.
     keep_freed_memory()
-    return _run(lambda: _dry_run(args) if args.dry_run else _convert(args))
+    return _dry_run(args) if args.dry_run else _convert(args)
 
 
 def _dry_run(args: argparse.Namespace) -> int:
     print_table(dry_run(args.src, _options(args)))
     return EXIT_DONE
-
-
-def _run(command: Callable[[], int]) -> int:
-    try:
-        return command()
-    except BrokenPipeError:  # as in `mmldlm convert inspect SRC | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAILED
 
 
 def _convert(args: argparse.Namespace) -> int:

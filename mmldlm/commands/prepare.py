@@ -26,9 +26,9 @@ from mmldlm.distributed.environment import set_rank_environment
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError, UserError
 from mmldlm.utils import option_types
 from mmldlm.utils.atomic_files import naming_errors
-from mmldlm.utils.entry_point import module_command
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.paths import output_root
+from mmldlm.utils.run_module import module_command
 
 if TYPE_CHECKING:
     from mmldlm.data.prepare.task_queue import TaskQueue

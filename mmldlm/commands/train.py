@@ -15,7 +15,7 @@ from mmldlm.engines.deepspeed_config import check_fp16
 from mmldlm.errors import UserError
 from mmldlm.training.run_check import check_run
 from mmldlm.utils import option_types
-from mmldlm.utils.entry_point import module_command
+from mmldlm.utils.run_module import module_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

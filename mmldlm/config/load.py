@@ -27,6 +27,7 @@ from mmldlm.config.section import Section
 from mmldlm.config.task_names import DEFAULT_TASK
 from mmldlm.config.yaml_reader import as_sections, format_yaml, parse_yaml, read_yaml
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import did_you_mean
 
 ConfigT = TypeVar("ConfigT", bound=Section)
 
@@ -61,7 +62,7 @@ def resolve_config(
         if name not in known:
             plain = name.removesuffix(".yaml")
             new = (PRESETS | earlier_systems.PRESETS).get(plain)
-            hint = f" (now {new})" if new else _closest_key(plain, known)
+            hint = f" (now {new})" if new else did_you_mean(plain, known)
             raise UserError(
                 f"a preset: {', '.join(known)}",
                 f"--config-name {name}{hint}",
@@ -176,14 +177,8 @@ def _describe_problem(key: str, problem: Any, config_class: type[Config]) -> str
             or next(iter(difflib.get_close_matches(value.lower(), choices, 1)), None)
         )
         return f"; did you mean {meant}?" if meant else ""
-    if error_type == "model_type" and hasattr(field, "model_fields"):
-        return (
-            f"; it is a section: {', '.join(f'{key}.{name}=...' for name in field.model_fields)}"
-        )
     if error_type == "list_type":
         return f"; write it as a list: [{value}]"
-    if re.match(r"training\.profile(\.|$)", key):
-        return "; write the first and the last step as [100,105]"
     none_is_meant = str(value).lower() in ("none", "off", "no", "false") or value == 0
     return "; null switches it off" if none_is_meant and type(None) in get_args(field) else ""
 
@@ -355,12 +350,9 @@ def _unknown_keys(
 
 
 def _closest_key(word: str, known: list[str]) -> str:
+    """Return " (did you mean KEY?)" for a key of the same name in another section, or the one that
+    is most like an unknown one.
+    """
     last = word.split(".")[-1]
     same_leaf = [name for name in known if name.split(".")[-1] == last and name != word]
-    close = same_leaf or difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    if not close:
-        leaves = {name.split(".")[-1]: name for name in known}
-        close = [
-            leaves[leaf] for leaf in difflib.get_close_matches(last, list(leaves), n=1, cutoff=0.6)
-        ]
-    return f" (did you mean {close[0]}?)" if close else ""
+    return f" (did you mean {same_leaf[0]}?)" if same_leaf else did_you_mean(word, known)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -163,26 +162,13 @@ def _read_leaf(value: Any, annotation: Any) -> Any:
         raise ValueError("a number, not true or false")
     if isinstance(value, str) and not types & {str, bool} and value not in words:
         raise ValueError(
-            f"a decimal number{_meant_number(value)}{''.join(f' or {word}' for word in words)}"
+            "a decimal number, without quotes, underscores or leading zeros"
+            + "".join(f" or {word}" for word in words)
         )
     is_whole = isinstance(value, int) or (isinstance(value, float) and float not in types)
     if is_whole and abs(value) > MAX_INT:
         raise ValueError("a number below 2^63")
     return value
-
-
-def _meant_number(word: str) -> str:
-    if not re.fullmatch(r"[-+]?(0x[0-9a-fA-F]+|[0-9][0-9_.]*(e[-+]?[0-9]+)?)", word):
-        return ""
-    plain = word.replace("_", "")
-    number: int | float
-    if "0x" in plain:
-        number = int(plain, 16)
-    elif re.search("[.e]", plain):
-        number = float(plain)
-    else:
-        number = int(plain)
-    return f", as {number} without quotes"
 
 
 def _leaf_types(annotation: Any) -> tuple[frozenset[Any], tuple[Any, ...]]:

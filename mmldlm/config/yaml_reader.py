@@ -25,14 +25,6 @@ MAX_BYTES = 256 << 10
 MAX_DEPTH = 20
 
 
-class _RefusedError(yaml.YAMLError):
-    """YAML that is valid, and refused."""
-
-    def __init__(self, found: str, fix: str):
-        super().__init__(found)
-        self.fix = fix
-
-
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers: dict = {}
     _depth = 0
@@ -40,18 +32,17 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
             event = self.peek_event()
-            raise _RefusedError(
-                f"the alias *{event.anchor} in {_line(event)}",
-                "write the value out where it is used",
+            raise yaml.YAMLError(
+                f"the alias *{event.anchor} in {_line(event)}; write out the value that it stands"
+                " for"
             )
         if tag := getattr(self.peek_event(), "tag", None):
-            raise _RefusedError(
-                f"the tag {tag} in {_line(self.peek_event())}", "write the value without a tag"
-            )
+            raise yaml.YAMLError(f"the tag {tag} in {_line(self.peek_event())}; leave it out")
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            problem = f"more than {MAX_DEPTH} levels of nesting in {_line(self.peek_event())}"
-            raise _RefusedError(problem, "a config has sections and keys, and nothing deeper")
+            raise yaml.YAMLError(
+                f"more than {MAX_DEPTH} levels of nesting in {_line(self.peek_event())}"
+            )
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -61,12 +52,11 @@ class _Loader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str | int | float | bool | None):
-                raise _RefusedError(
-                    f"a key that is not a word in {_line(key_node)}", "write `key: value`"
-                )
+                raise yaml.YAMLError(f"a key that is not a word in {_line(key_node)}")
             if key in lines:
-                problem = f"the key {key} twice, in {lines[key]} and in {_line(key_node)}"
-                raise _RefusedError(problem, "keep one of them")
+                raise yaml.YAMLError(
+                    f"the key {key} twice, in {lines[key]} and in {_line(key_node)}"
+                )
             lines[key] = _line(key_node)
         return super().construct_mapping(node, deep)
 
@@ -155,8 +145,6 @@ def parse_yaml(
         )
     try:
         return yaml.load(text, Loader=_SpellingLoader if spelling else _Loader)
-    except _RefusedError as error:
-        raise UserError("YAML without surprises", f"{where}: {error}", error.fix) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError("YAML", f"{where}: {error}", fix) from error
 

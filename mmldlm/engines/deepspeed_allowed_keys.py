@@ -9,13 +9,13 @@ imported here: preflight's level 0 reads the JSON without torch.
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import did_you_mean
 
 
 class AllowedValue(NamedTuple):
@@ -329,14 +329,10 @@ def _check(
 ) -> None:
     for key, value in section.items():
         if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, 1)
-            fix = (
-                f"write {prefix}{near[0]}, or delete it"
-                if near
-                else "delete it (docs/engines.md lists the keys)"
-            )
             raise UserError(
-                "keys of DeepSpeed 0.19.8 (it ignores others)", f"{prefix}{key} in {file}", fix
+                "keys of DeepSpeed 0.19.8 (it ignores others)",
+                f"{prefix}{key}{did_you_mean(key, allowed)} in {file}",
+                "correct it, or delete it (docs/engines.md lists the keys)",
             )
         rule = allowed[key]
         if isinstance(rule, Rejected):

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mmldlm.commands import launch
-from mmldlm.utils.entry_point import run_command
-
-
-def run() -> int:
-    """Parse the command line and run; return the exit code."""
-    return run_command("mmldlm launch", "Preflight, then the launcher, then a watcher.", launch)
-
+from mmldlm.cli import main
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(main(["launch", *sys.argv[1:]]))

@@ -4,28 +4,22 @@ log file.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import os
+import shutil
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import IO, Any, TextIO
 
-from rich.console import RenderableType
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
-
 from mmldlm.tasks.base import Metric
-from mmldlm.utils.formatting import fold, format_duration, printable
+from mmldlm.utils.formatting import for_screen, format_duration, printable
 from mmldlm.utils.run_files import LATEST_LOG, LOGS
-from mmldlm.utils.screen import PlainConsole, open_console
+from mmldlm.utils.streams import ERASE_LINE, is_terminal
 
 # Fields of a step's record in a line: key, label, format.
 _FIELDS = (
@@ -39,8 +33,9 @@ _FIELDS = (
 _PACE_STEPS = 100  # steps from which the time left is estimated
 _REFRESH_SECONDS = 0.1
 _PLAIN_SECONDS = 30.0  # between two plain lines of an evaluation
-_BAR_WIDTH = 16
 _INDENT = " " * 9  # width of the label of a message: `model    `, `data     `
+_STYLES = {"warning": "\x1b[33m", "ERROR": "\x1b[31m"}  # yellow and red
+_PLAIN = "\x1b[0m"
 
 
 def train_log_path(run_dir: str | Path, node: int = 0) -> Path:
@@ -60,13 +55,6 @@ def link_latest(log: Path) -> None:
     os.replace(temporary, log.with_name(LATEST_LOG))
 
 
-class _SafeConsole(PlainConsole):
-    """A rich console that raises when its output is closed, instead of ending the process."""
-
-    def on_broken_pipe(self) -> None:
-        raise  # the current BrokenPipeError
-
-
 def _drop_output(stream: IO[str]) -> None:
     """Redirect a closed stream to /dev/null, so that Python's flush at exit does not raise
     again.
@@ -84,12 +72,15 @@ def format_step(
     eta: float | None = None,
     metrics: Sequence[Metric] = (),
 ) -> str:
-    """Format a step's record as one line for grep; missing fields and None are omitted."""
+    """Format a step's record as one line for grep; missing fields and None are omitted.
+
+    The time left stands in front, because a narrow terminal cuts the end.
+    """
     parts = [f"step {record['step']}" + (f"/{total_steps}" if total_steps else "")]
-    parts += [f"{label}: {value}" for label, value in _format_fields(record, metrics)]
-    parts.append(f"skipped: {num_skipped}")
     if eta is not None:
         parts.append(f"eta: {format_duration(eta)}")
+    parts += [f"{label}: {value}" for label, value in _format_fields(record, metrics)]
+    parts.append(f"skipped: {num_skipped}")
     return " | ".join(parts)
 
 
@@ -106,21 +97,6 @@ def _format_fields(
             yield label, f"{value:{form}}"
         elif f"{key}_nonfinite" in record:
             yield label, record[f"{key}_nonfinite"]
-
-
-def _format_live(
-    record: Mapping[str, Any],
-    total_steps: int,
-    num_skipped: int,
-    eta: float | None,
-    metrics: Sequence[Metric],
-) -> str:
-    """Format a step's record in fewer columns; the time left comes first, because a narrow
-    terminal cuts the end.
-    """
-    left = f" eta {format_duration(eta)}" if eta is not None else ""
-    fields = "  ".join(f"{label} {value}" for label, value in _format_fields(record, metrics))
-    return f"{record['step']}/{total_steps}{left}  {fields}  skipped {num_skipped}"
 
 
 def with_mean_losses(
@@ -181,7 +157,7 @@ class Console:
         self._recent: deque[Mapping[str, Any]] = deque(maxlen=max(log_freq, 1))
         self._line_step = start_step  # of the last plain line
         self._drawn_at = 0.0
-        self._evaluation_started = self._evaluation_printed = 0.0
+        self._evaluation_printed = 0.0
         self._file: TextIO | None = None
         self._file_fails = False
         if log_file is not None:
@@ -189,16 +165,9 @@ class Console:
             self._file = open(
                 log_file, "a", encoding="utf-8", errors="backslashreplace", buffering=1
             )
-        self._console: PlainConsole | None = None
-        self._live: Live | None = None
-        if enabled:
-            self._console = open_console(stream, soft_wrap=True, kind=_SafeConsole)
-            if self._console.is_terminal:
-                # No refresh thread: it would be copied into the data loader's forked workers.
-                self._live = Live(console=self._console, auto_refresh=False, transient=True)
-                self._draw_safely(self._live.start)
-                # A run that ends with an error would leave the terminal without its cursor.
-                atexit.register(self.close)
+        self._screen = (stream or sys.stdout) if enabled else None
+        self._is_live = self._screen is not None and is_terminal(self._screen)
+        self._is_drawn = False  # whether the live line stands on the terminal
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Show one step.
@@ -216,18 +185,20 @@ class Console:
         self.num_skipped += bool(record.get("skipped"))
         self._pace.append((step, time.monotonic()))
         self._recent.append(record)
-        progress = (self.total_steps, self.num_skipped, self.eta(), self._metrics)
         due = step % self.log_freq == 0 or step == self.total_steps
         if due:
             since_line = [recent for recent in self._recent if recent["step"] > self._line_step]
             self._line_step = step
-            line = format_step(with_mean_losses(record, since_line, self._metrics), *progress)
+            line = self._format_means(since_line)
             self._write_file(line)
-            if self._console is not None and self._live is None:
+            if not self._is_live:
                 self._print(line)
-        if due or time.monotonic() - self._drawn_at >= _REFRESH_SECONDS:
-            means = with_mean_losses(record, self._recent, self._metrics)
-            self._draw_live(lambda: self._live_line(_format_live(means, *progress), step))
+        if self._is_live and (due or time.monotonic() - self._drawn_at >= _REFRESH_SECONDS):
+            self._draw_live(self._format_means(self._recent))
+
+    def _format_means(self, steps: Sequence[Mapping[str, Any]]) -> str:
+        means = with_mean_losses(self._recent[-1], steps, self._metrics)
+        return format_step(means, self.total_steps, self.num_skipped, self.eta(), self._metrics)
 
     def evaluation(self, step: int, done: int, total: int) -> None:
         """Show the progress of an evaluation: in the live line, elsewhere a plain line every half
@@ -240,20 +211,15 @@ class Console:
         """
         now = time.monotonic()
         if done == 0:
-            self._evaluation_started = self._evaluation_printed = now
-        left = (
-            format_duration((now - self._evaluation_started) / done * (total - done))
-            if done
-            else "?"
-        )
-        line = f"eval     step {step}: batch {done} of {total}, eta {left}"
+            self._evaluation_printed = now
+        line = f"eval     step {step}: batch {done} of {total}"
         if now - self._evaluation_printed >= _PLAIN_SECONDS:
             self._evaluation_printed = now
             self._write_file(line)
-            if self._live is None:
+            if not self._is_live:
                 self._print(line)
-        if done == 0 or now - self._drawn_at >= _REFRESH_SECONDS:
-            self._draw_live(lambda: Text(line, no_wrap=True, overflow="ellipsis"))
+        if self._is_live and (done == 0 or now - self._drawn_at >= _REFRESH_SECONDS):
+            self._draw_live(line)
 
     def eta(self) -> float | None:
         """Return the seconds left at the pace of the last steps, with pauses; None at first."""
@@ -272,9 +238,7 @@ class Console:
 
     def warning(self, text: str) -> None:
         """Print a message that begins with `warning:`, colored on a terminal."""
-        text = printable(f"warning: {text}")
-        self._write_file(text)
-        self._print(Text(text, style="yellow"))
+        self.message(f"warning: {text}")
 
     def error(self, text: str, on_screen: bool = True) -> None:
         """Print a message that begins with `ERROR:`, for searching logs.
@@ -285,25 +249,18 @@ class Console:
         text = printable(f"ERROR: {text}")
         self._write_file(text)
         if on_screen:
-            self._print(Text(text, style="red"))
+            self._print(text)
 
     def end_live(self) -> None:
         """Leave a plain line of the last step in place of the live one, which an evaluation may
         have overwritten. May be called twice.
         """
-        live, self._live = self._live, None
-        if live is None:
-            return
-        atexit.unregister(self.close)
-        self._draw_safely(live.stop)
-        if self._recent:
-            means = with_mean_losses(self._recent[-1], self._recent, self._metrics)
-            self._print(
-                format_step(means, self.total_steps, self.num_skipped, None, self._metrics)
-            )
+        if self._is_live and self._recent:
+            self._print(self._format_means(self._recent))
+        self._is_live = False
 
     def close(self) -> None:
-        """Release the terminal and close the log file. May be called twice."""
+        """End the live line and close the log file. May be called twice."""
         self.end_live()
         file, self._file = self._file, None
         if file is not None:
@@ -335,47 +292,41 @@ class Console:
         if not self._file_fails:
             self._file_fails = True
             self._print(
-                Text(
-                    f"warning: cannot write to {file.name}; will retry with the next line:"
-                    f" {error}",
-                    style="yellow",
-                )
+                f"warning: cannot write to {file.name}; will retry with the next line: {error}"
             )
 
-    def _print(self, text: str | Text) -> None:
-        console = self._console
-        if console is None:
+    def _print(self, text: str) -> None:
+        """Print a line on the screen, above the live line; on a terminal in its color."""
+        if self._screen is None:
             return
         # A terminal would break lines inside words.
-        if console.is_terminal:
-            folded = fold(str(text), console.width, _INDENT)
-            text = Text(folded, style=text.style) if isinstance(text, Text) else folded
-        self._draw_safely(lambda: console.print(text))
+        text = for_screen(text, self._screen, _INDENT)
+        style = _STYLES.get(text.partition(":")[0]) if is_terminal(self._screen) else None
+        self._write_screen((f"{style}{text}{_PLAIN}" if style else text) + "\n")
 
-    def _draw_live(self, draw: Callable[[], RenderableType]) -> None:
-        """Show something in the live line, where there is one."""
-        live = self._live
-        if live is not None:
-            self._drawn_at = time.monotonic()
-            content = draw()
-            self._draw_safely(lambda: live.update(content, refresh=True))
+    def _draw_live(self, line: str) -> None:
+        """Show a line in place of the live one."""
+        self._drawn_at = time.monotonic()
+        self._write_screen(printable(line)[: shutil.get_terminal_size().columns - 1])
+        self._is_drawn = True
 
-    def _draw_safely(self, draw: Callable[[], object]) -> None:
-        """Draw; after an error, continue the run without the screen.
+    def _write_screen(self, text: str) -> None:
+        """Write in place of the live line, where one stands; after an error, continue the run
+        without the screen.
 
         Such errors are a closed pipe (`| head`) or terminal, or a full disk under a batch job's
         output.
         """
+        screen, erase = self._screen, ERASE_LINE if self._is_drawn else ""
+        if screen is None:
+            return
+        self._is_drawn = False
         try:
-            draw()
-        except Exception as error:
-            console, self._console, live, self._live = self._console, None, self._live, None
-            if console is not None:
-                _drop_output(console.file)
-            if live is not None:
-                atexit.unregister(self.close)
-                with contextlib.suppress(Exception):
-                    live.stop()  # restores sys.stdout and sys.stderr
+            screen.write(erase + text)
+            screen.flush()
+        except (OSError, ValueError) as error:
+            self._screen, self._is_live = None, False
+            _drop_output(screen)
             text = (
                 f"warning: output to this terminal or pipe ends ({type(error).__name__}: {error});"
                 " the run continues"
@@ -384,15 +335,3 @@ class Console:
             see = f", see {self._file.name}" if self._file is not None else ""
             with contextlib.suppress(OSError, ValueError):  # standard error may still be open
                 print(text + see, file=sys.stderr, flush=True)
-
-    def _live_line(self, line: str, step: int) -> Table:
-        table = Table.grid(padding=(0, 1))
-        text = Text(line, no_wrap=True, overflow="ellipsis")
-        # The bar is shown only if the fields leave room for it.
-        if self._console is not None and self._console.width >= len(line) + _BAR_WIDTH + 1:
-            table.add_row(
-                text, ProgressBar(total=self.total_steps, completed=step, width=_BAR_WIDTH)
-            )
-        else:
-            table.add_row(text)
-        return table

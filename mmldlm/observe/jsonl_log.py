@@ -32,15 +32,12 @@ class JsonlLog:
         resume_step: Step after which the run continues. Records of later steps are moved to
             `NAME.dropped-<n>.jsonl` in the same folder; 0 moves all of them (a fresh start in a
             used folder). Records without a `step` stay. None appends to an existing log.
-
-    Attributes:
-        dropped: Number of lines that were moved when the log was opened.
     """
 
     def __init__(self, path: str | os.PathLike, resume_step: int | None = None):
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.dropped = _truncate(self.path, resume_step)
+        _truncate(self.path, resume_step)
         self._file = open_append(self.path)
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -122,20 +119,17 @@ def _reject_constant(word: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 
 
-def _truncate(path: Path, resume_step: int | None) -> int:
-    """Move incomplete lines and steps after resume_step to a separate file; return their
-    number.
-    """
+def _truncate(path: Path, resume_step: int | None) -> None:
+    """Move incomplete lines and steps after resume_step to a separate file."""
     if not path.exists():
-        return 0
+        return
     with open_text(path, errors="replace") as file:
-        num_dropped = sum(_is_dropped(line, resume_step) for line in file)
-    if num_dropped:
+        are_dropped = any(_is_dropped(line, resume_step) for line in file)
+    if are_dropped:
         # The moved lines are on disk before the log is replaced, so a crash in between loses
         # nothing.
         _copy_lines(path, _unused_path(path), lambda line: _is_dropped(line, resume_step))
         _copy_lines(path, path, lambda line: not _is_dropped(line, resume_step))
-    return num_dropped
 
 
 def _is_dropped(line: str, resume_step: int | None) -> bool:

@@ -113,16 +113,10 @@ class LayerStats:
 
     def flat_record(self) -> dict[str, float]:
         """Return the record without nesting, for trackers: "blocks.0.text/grad_norm"."""
-        flat = {
-            f"{layer}/{key}": v
-            for layer, stats in self.layers.items()
-            for key, v in stats.record().items()
-        }
-        flat["underflow_share"] = self.underflow_share
-        return {
-            "step": self.step,
-            **{key: value for key, value in flat.items() if value is not None},
-        }
+        flat = {"step": self.step, "underflow_share": self.underflow_share}
+        for layer, stats in self.layers.items():
+            flat |= {f"{layer}/{key}": value for key, value in stats.record().items()}
+        return {key: value for key, value in flat.items() if value is not None}
 
 
 class LayerStatsCollector:
@@ -140,43 +134,29 @@ class LayerStatsCollector:
         self.engine, self.interval, self._scales = engine, interval, dtype == "fp16"
         self._numel: dict[str, int] = {}
         self._rows: dict[str, list[int]] = {}  # rows of a parameter's parts in the sums
+        self._num_rows = 0
         self._activations = ActivationRecorder(engine.model) if interval else None
         self._sums: Tensor | None = None  # sums of the step being measured
         self._muon_weights: dict[tuple[str, int], Tensor] = {}  # weights before that step
         self._step = 0
         self._num_reports = 0
-        self._has_gradient: set[str] = set()
-        self._dead: set[str] = set()
-        if interval:
-            local_sizes = {
-                fragment.name: math.prod(fragment.shape) for fragment in engine.parameter_shards()
-            }
-            # Every rank needs every name, even without elements of that parameter.
-            trainable = [
-                name
-                for name, parameter in engine.model.named_parameters()
-                if parameter.requires_grad
-            ]
-            self._layers = layer_modules(engine.model)
-            # A block's parameters hold the text half, then the latent half; each half has a row.
-            inside = [
-                f"{name}."
-                for name, module in engine.model.named_modules()
-                if hasattr(module, "split_streams")
-            ]
-            count = 0
-            for name in trainable:
-                rows = len(STREAMS) if name.startswith(tuple(inside)) else 1
-                self._rows[name] = list(range(count, count + rows))
-                count += rows
-            self._num_rows = count
-            sizes = torch.tensor(
-                [float(local_sizes.get(name, 0)) for name in trainable], dtype=torch.float64
-            )
-            sizes = sizes.to(engine.device)
-            if engine.world_size > 1:
-                torch.distributed.all_reduce(sizes, op=torch.distributed.ReduceOp.MAX)
-            self._numel = dict(zip(trainable, map(int, sizes.tolist()), strict=True))
+        self._not_dead: set[str] = set()  # parts that had a gradient, or were reported
+        if not interval:
+            return
+        self._layers = layer_modules(engine.model)
+        # A block's parameters hold the text half, then the latent half; each half has a row.
+        inside = tuple(
+            f"{name}."
+            for name, module in engine.model.named_modules()
+            if hasattr(module, "split_streams")
+        )
+        for name, parameter in engine.model.named_parameters():
+            if parameter.requires_grad:
+                # Under ZeRO-3 a parameter itself is empty.
+                self._numel[name] = math.prod(getattr(parameter, "ds_shape", parameter.shape))
+                count = len(STREAMS) if name.startswith(inside) else 1
+                self._rows[name] = list(range(self._num_rows, self._num_rows + count))
+                self._num_rows += count
 
     @property
     def names(self) -> list[str]:
@@ -290,41 +270,38 @@ class LayerStatsCollector:
         self, step: int, applied: bool, total: list[float], rms: dict[str, float]
     ) -> LayerStats:
         width = len(_SUMS)
-        sizes = {name: self._numel[name] // len(rows) for name, rows in self._rows.items()}
-        parts: dict[str, tuple[int, list[float]]] = {}  # part of a parameter -> elements, sums
-        by_layer: dict[str, list] = {}  # layer -> entries of its parts
+        parameters: dict[str, TensorStats] = {}
+        by_layer: dict[str, list[tuple[int, list[float]]]] = {}  # elements and sums of its parts
         for name, rows in self._rows.items():
+            size = self._numel[name] // len(rows)
             names = layers_of(name, len(rows), self._layers)
             for part, layer, row in zip(parts_of(name, len(rows)), names, rows, strict=True):
-                parts[part] = sizes[name], total[width * row : width * (row + 1)]
-                by_layer.setdefault(layer, []).append(parts[part])
+                sums = total[width * row : width * (row + 1)]
+                parameters[part] = _tensor_stats(size, sums, applied)
+                by_layer.setdefault(layer, []).append((size, sums))
+                if parameters[part].num_zeros < size:
+                    self._not_dead.add(part)
         self._num_reports += 1
-        self._has_gradient |= {part for part, (size, sums) in parts.items() if sums[1] < size}
         dead: list[str] = []
         if self._num_reports >= DEAD_AFTER_REPORTS:
-            dead = [
-                part for part in parts if part not in self._has_gradient and part not in self._dead
-            ]
-            self._dead |= set(dead)
-        parameters = {
-            part: _tensor_stats(size, sums, applied) for part, (size, sums) in parts.items()
-        }
+            dead = [part for part in parameters if part not in self._not_dead]
+            self._not_dead |= set(dead)
         layers: dict[str, TensorStats] = {}
         for layer in dict.fromkeys([*by_layer, *rms]):
-            summed = [
-                math.fsum(values) for values in zip(*(part for _, part in by_layer.get(layer, [])))
-            ] or [0.0] * width
-            layers[layer] = _tensor_stats(
-                sum(n for n, _ in by_layer.get(layer, [])), summed, applied, rms.get(layer)
-            )
-        # Unused rows of an embedding are zero without underflow.
-        dense = (stats for name, stats in parameters.items() if "embedding" not in name)
-        used = [stats for stats in dense if 0 < stats.grad_norm] if self._scales else []
-        underflow = (
-            sum(s.num_zeros for s in used) / max(sum(s.numel for s in used), 1)
-            if self._scales
-            else None
-        )
+            parts = by_layer.get(layer, [])
+            summed = [math.fsum(values) for values in zip(*(sums for _, sums in parts))]
+            size = sum(size for size, _ in parts)
+            layers[layer] = _tensor_stats(size, summed or [0.0] * width, applied, rms.get(layer))
+        underflow = None
+        if self._scales:
+            # Unused rows of an embedding are zero without underflow.
+            used = [
+                stats
+                for name, stats in parameters.items()
+                if "embedding" not in name and stats.grad_norm > 0
+            ]
+            num_zeros = sum(stats.num_zeros for stats in used)
+            underflow = num_zeros / max(sum(stats.numel for stats in used), 1)
         return LayerStats(step, applied, parameters, layers, dead, underflow)
 
 

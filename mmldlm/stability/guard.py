@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mmldlm.config.schema import LOSS_SCALE, LOSS_SCALE_WINDOW, StabilityConfig
 
@@ -108,18 +110,23 @@ class Guard:
     def state(self) -> dict[str, list]:
         """Return the state for the checkpoint."""
         return {
-            "loss": self.loss.state(),
-            "norm": self.norm.state(),
+            "loss": list(self.loss.values),
+            "norm": list(self.norm.values),
             "loss_scale": self.loss_scale.state(),
-            "bad_share": self.bad_samples.state(),
+            "bad_share": list(self.bad_samples.batches),
         }
 
     def restore(self, state: dict[str, list]) -> None:
         """Restore the state of a checkpoint; {} (an older one) starts with empty windows."""
         self.loss_scale.restore(state.get("loss_scale", []))
-        self.loss.restore(state.get("loss", []))
-        self.norm.restore(state.get("norm", []))
-        self.bad_samples.restore(state.get("bad_share", []))
+        windows: tuple[tuple[str, deque[Any]], ...] = (
+            ("loss", self.loss.values),
+            ("norm", self.norm.values),
+            ("bad_share", self.bad_samples.batches),
+        )
+        for key, window in windows:
+            window.clear()
+            window.extend(state.get(key, ()))
 
 
 class SpikeWindow:
@@ -152,14 +159,6 @@ class SpikeWindow:
         if math.isfinite(value):
             self.values.append(value)
 
-    def state(self) -> list[float]:
-        """Return the state for the checkpoint."""
-        return list(self.values)
-
-    def restore(self, values: list[float]) -> None:
-        """Restore the state of a checkpoint."""
-        self.values = deque(values, maxlen=self.size)
-
 
 BAD_SAMPLE_WINDOW = 100  # in global batches
 MIN_BATCHES = 20  # with fewer, one bad batch would be a high fraction
@@ -178,32 +177,24 @@ class BadSampleRate:
 
     def __init__(self, limit: float):
         self.limit = limit
-        self._batches: deque[tuple[int, int]] = deque(maxlen=BAD_SAMPLE_WINDOW)
+        self.batches: deque[Sequence[int]] = deque(maxlen=BAD_SAMPLE_WINDOW)
 
     def update(self, num_bad: int, num_samples: int) -> None:
         """Count one global batch; both numbers are sums over all ranks."""
-        self._batches.append((num_bad, num_samples))
+        self.batches.append((num_bad, num_samples))
 
     def check(self) -> str | None:
         """Return a message if the fraction in the window is above the limit, else None."""
         num_bad, num_samples = (
-            (sum(column) for column in zip(*self._batches)) if self._batches else (0, 0)
+            (sum(column) for column in zip(*self.batches)) if self.batches else (0, 0)
         )
-        if len(self._batches) < MIN_BATCHES or num_bad <= self.limit * num_samples:
+        if len(self.batches) < MIN_BATCHES or num_bad <= self.limit * num_samples:
             return None
         return (
-            f"{num_bad} of the {num_samples} samples of the last {len(self._batches)} global"
+            f"{num_bad} of the {num_samples} samples of the last {len(self.batches)} global"
             f" batches were bad ({num_bad / num_samples:.0%}, above"
             f" stability.max_bad_sample_fraction={self.limit:g})"
         )
-
-    def state(self) -> list[tuple[int, int]]:
-        """Return the state for the checkpoint."""
-        return list(self._batches)
-
-    def restore(self, batches: list[tuple[int, int]]) -> None:
-        """Restore the state of a checkpoint."""
-        self._batches = deque(((bad, total) for bad, total in batches), maxlen=BAD_SAMPLE_WINDOW)
 
 
 MIN_SCALE, MAX_SCALE = 1.0, 2.0**24

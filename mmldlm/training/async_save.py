@@ -43,7 +43,7 @@ class BackgroundTask:
             self.failure = error
 
 
-class PendingSave:
+class PendingSave(BackgroundTask):
     """A checkpoint that is being written.
 
     Args:
@@ -57,27 +57,17 @@ class PendingSave:
         state: TrainingState,
         work: list[Callable[[], list[Path]]],
         device: torch.device,
-        metadata: dict[str, Any] | None = None,
+        metadata: dict[str, Any],
     ):
-        self.metadata = metadata or {}
-        self.pending, self.step, self.consecutive_skips = (
-            pending,
-            state.step,
-            state.consecutive_skips,
-        )
+        self.pending, self.metadata = pending, metadata
+        self.step, self.consecutive_skips = state.step, state.consecutive_skips
         self.started = time.perf_counter()
         self.stalled: float | None = None  # seconds for which training waited
-        self._background = BackgroundTask(
-            lambda: pending.write_manifest_entry([path for part in work for path in part()]),
-            device,
-        )
 
-    @property
-    def failure(self) -> BaseException | None:
-        return self._background.failure
+        def write() -> None:
+            pending.write_manifest_entry([path for part in work for path in part()])
 
-    def is_running(self) -> bool:
-        return self._background.is_running()
+        super().__init__(write, device)
 
 
 def wait_on_all_ranks(

@@ -4,10 +4,8 @@ written.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,6 @@ from mmldlm.engines.base import Engine, persistent_buffers
 from mmldlm.engines.ema import WeightAverage
 from mmldlm.engines.optimizer import learning_rate
 from mmldlm.errors import UserError
-from mmldlm.training.async_save import BackgroundTask
 from mmldlm.training.run_folder import Run
 from mmldlm.training.state import TrainingState
 from mmldlm.utils.atomic_files import naming_errors
@@ -258,100 +255,53 @@ def package_version(package: str) -> str:
         return "not installed"
 
 
-class CheckpointSearch:
-    """Searches in a thread of rank 0, because every byte of a checkpoint is read. Everything
-    public is collective.
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """Return the newest valid checkpoint of a run, None where it has none. Reads every byte.
 
-    Args:
-        wait: Function that waits on all ranks while a function returns True, with a description
-            and what may end the wait.
-        stop_requested: Function that returns whether this rank was asked to stop.
+    Raises:
+        UserError: all of them are damaged.
     """
-
-    def __init__(
-        self,
-        run: Run,
-        engine: Engine,
-        wait: Callable[..., None],
-        stop_requested: Callable[[], bool],
-    ):
-        self.run, self.engine = run, engine
-        self._wait, self._stop_requested = wait, stop_requested
-
-    def find_resume(self) -> Path | None:
-        """Return the step folder that training.resume names; None: start afresh.
-
-        See Checkpointer.find_resume.
-        """
-        resume = self.run.config.training.resume
-        if resume is None:
-            return None
-        return self._search(self._newest if resume == "auto" else lambda: _named(resume))
-
-    def find_rollback(self, below: int | None, source: Path | None) -> Path | None:
-        """Return the newest checkpoint for a rollback; None: there is none.
-
-        Args:
-            below: Step before which the checkpoint must be.
-            source: Checkpoint of another run, for a run that has none of its own.
-        """
-
-        def find() -> Path | None:
-            own = self._latest(_warn, for_rollback=True, below=below)
-            return own or (None if source is None else _usable(source))
-
-        return self._search(find)
-
-    def _search(self, find: Callable[[], Path | None]) -> Path | None:
-        if self.run.is_main:
-            # One that cannot be restored now is found where it is.
-            with contextlib.suppress(OSError):
-                locate.recover_interrupted_commit(self.run.folder.path)
-        search = BackgroundTask(find, self.engine.device) if self.run.is_main else None
-        self._wait(
-            lambda: search is not None and search.is_running(),
-            "checking a checkpoint",
-            self._stop_requested,
+    damaged: list[str] = []
+    path = locate.find_latest_valid(run_dir, damaged.append)
+    if path is None and damaged:
+        raise UserError(
+            f"a valid checkpoint in {run_dir}, or none at all",
+            f"only damaged ones: {join_some(damaged, 3, '; ')}",
+            "restore one of them, or start under another logging.run_name; nothing was changed",
         )
-        result, failure = (None, None) if search is None else (search.result, search.failure)
-        path = self.engine.share_outcome(None if result is None else str(result), failure)
-        return None if path is None else Path(path)
-
-    def _latest(self, on_damaged: Callable[[str], None], **options: Any) -> Path | None:
-        path = locate.find_latest_valid(self.run.folder.path, on_damaged, **options)
-        return None if path is None else path.absolute()
-
-    def _newest(self) -> Path | None:
-        damaged: list[str] = []
-        path = self._latest(damaged.append)
-        if path is None and damaged:
-            raise UserError(
-                f"a valid checkpoint in {self.run.folder.path}, or none at all",
-                f"only damaged ones: {join_some(damaged, 3, '; ')}",
-                "restore one of them, or start under another logging.run_name; nothing was"
-                " changed",
-            )
-        for message in damaged:
-            _warn(message)
-        return path
+    for message in damaged:
+        _warn(message)
+    return None if path is None else path.absolute()
 
 
-def _named(resume: str) -> Path:
+def named_checkpoint(resume: str) -> Path:
+    """Return the checkpoint that training.resume names. Reads every byte.
+
+    Raises:
+        UserError: there is none, or its training state is damaged.
+    """
     path = locate.locate_checkpoint(resume)
     for problem in locate.check_complete(path, with_state=True)[:1]:
         _warn(f"checkpoint {path.name} is used, its training state is complete: {problem}")
     return path
 
 
-def _usable(checkpoint: Path) -> Path | None:
-    """Return a checkpoint of another run, which may have deleted it; None: no rollback may use
-    it.
+def rollback_checkpoint(run_dir: Path, below: int | None, source: Path | None) -> Path | None:
+    """Return the newest checkpoint for a rollback; None: there is none. Reads every byte.
+
+    Args:
+        below: Step before which the checkpoint must be.
+        source: Checkpoint of another run, for a run that has none of its own. That run may have
+            deleted it.
     """
-    examination = locate.examine_with_state(checkpoint)
+    own = locate.find_latest_valid(run_dir, _warn, for_rollback=True, below=below)
+    if own is not None or source is None:
+        return None if own is None else own.absolute()
+    examination = locate.examine_with_state(source)
     if problems := [*examination.unreadable, *examination.damaged]:
-        _warn(f"checkpoint {checkpoint} cannot be used: {problems[0]}")
+        _warn(f"checkpoint {source} cannot be used: {problems[0]}")
         return None
-    return checkpoint if locate.is_rollback_candidate(checkpoint) else None
+    return source if locate.is_rollback_candidate(source) else None
 
 
 def _warn(message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -30,15 +31,17 @@ from mmldlm.errors import MmldlmError, UserError
 from mmldlm.stability.guard import Guard
 from mmldlm.training.async_save import BackgroundTask, PendingSave, wait_on_all_ranks
 from mmldlm.training.checkpoint_contents import (
-    CheckpointSearch,
     describe_rate_jump,
     engine_folders,
     load_engine_state,
     load_training_state,
+    named_checkpoint,
+    newest_checkpoint,
     package_version,
     read_files_to_keep,
     read_rng,
     restore_rng,
+    rollback_checkpoint,
     saved_shapes,
     write_metadata,
     write_rng,
@@ -89,8 +92,7 @@ class Checkpointer:
         # Step and figures of the last evaluation, which those of the loaded checkpoint may be.
         self._evaluation: tuple[int, dict[str, float]] | None = None
         self._has_evaluated = False
-        self._heartbeat = heartbeat
-        self._search = CheckpointSearch(run, engine, self._wait_with_heartbeat, stop_requested)
+        self._heartbeat, self._stop_requested = heartbeat, stop_requested
         self._saving: PendingSave | None = None
         # Checkpoint of another run, from which this one was resumed.
         self._source: Path | None = None
@@ -126,7 +128,12 @@ class Checkpointer:
             UserError: on every rank, when rank 0 finds a damaged checkpoint or none; for `auto`,
                 when it finds checkpoints and none of them is valid, or one that cannot be read.
         """
-        return self._search.find_resume()
+        resume = self.config.training.resume
+        if resume is None:
+            return None
+        if resume == "auto":
+            return self._search(lambda: newest_checkpoint(self.run_dir))
+        return self._search(lambda: named_checkpoint(resume))
 
     def find_rollback(self) -> Path | None:
         """Return the newest checkpoint that a rollback may go to, every byte of it checked; None:
@@ -137,7 +144,25 @@ class Checkpointer:
         """
         is_stuck = self.state.applied_steps <= self.state.applied_at_rollback
         below = self.state.rolled_back_to if is_stuck else None
-        return self._search.find_rollback(below, None if is_stuck else self._source)
+        source = None if is_stuck else self._source
+        return self._search(lambda: rollback_checkpoint(self.run_dir, below, source))
+
+    def _search(self, find: Callable[[], Path | None]) -> Path | None:
+        """Return what rank 0 finds, in a thread, because every byte of a checkpoint is read."""
+        search = None
+        if self.is_main:
+            # One that cannot be restored now is found where it is.
+            with contextlib.suppress(OSError):
+                locate.recover_interrupted_commit(self.run_dir)
+            search = BackgroundTask(find, self.engine.device)
+        self._wait_with_heartbeat(
+            lambda: search is not None and search.is_running(),
+            "checking a checkpoint",
+            self._stop_requested,
+        )
+        result, failure = (None, None) if search is None else (search.result, search.failure)
+        path = self.engine.share_outcome(None if result is None else str(result), failure)
+        return None if path is None else Path(path)
 
     def resume(self, checkpoint: Path) -> list[str]:
         """Load a checkpoint at the start of a run. `set_aside_newer` is to follow.

@@ -16,6 +16,7 @@ from mmldlm.stability.rollback import (
     stability_stop_error,
 )
 from mmldlm.stability.skipped_steps import collect_step_record
+from mmldlm.training.samples import draw_samples
 from mmldlm.training.session import Session
 from mmldlm.training.state import StepReport, TrainingState
 from mmldlm.training.step import train_step
@@ -167,7 +168,8 @@ def evaluate(session: Session) -> bool:
     if "bad_samples" in figures:
         session.logger.log_bad_samples(session.validation.bad, validation=True)
     session.enter_phase("sample")
-    session.logger.log_samples(session.samples.draw())
+    samples = draw_samples(session.run, session.engine, session.heartbeat.touch)
+    session.logger.log_samples(samples)
     return True
 
 

@@ -16,20 +16,18 @@ import contextlib
 import json
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mmldlm.config.load import to_yaml, with_absolute_paths
 from mmldlm.config.schema import Config
 from mmldlm.data.run_data import RunData
-from mmldlm.distributed.error_reporting import log_line
 from mmldlm.errors import UserError
 from mmldlm.observe.console import Console, link_latest, train_log_path
 from mmldlm.observe.jsonl_log import JsonlLog
@@ -120,11 +118,6 @@ class RunLock:
             is_same_host = holder.get("place") == _host_key()
             limit = min(EXIT_GRACE if is_same_host else STALE_AFTER, timeout)
             if was_renewed or waited > limit:
-                may_watch = "" if limit == STALE_AFTER or is_same_host else f"{limit:.0f} s"
-                short = (
-                    may_watch
-                    and f"; this job may wait for {may_watch}, half of engine.collective_timeout"
-                )
                 seen = (
                     "was renewed while this job watched it"
                     if was_renewed
@@ -135,7 +128,8 @@ class RunLock:
                     f"{_describe_holder(holder)} trains in it ({self.path} {seen})",
                     "choose another logging.run_name, or end the other job and add"
                     " training.resume=auto; delete the file if that job has certainly ended (it"
-                    f" counts as dead after {STALE_AFTER:.0f} s without a change{short})",
+                    f" counts as dead after {STALE_AFTER:.0f} s without a change, for which a job"
+                    " waits up to half of engine.collective_timeout)",
                 )
             if not has_announced:
                 has_announced = True
@@ -335,16 +329,19 @@ class RunFolder:
         state: State of the run.
 
     Attributes:
-        screen: None until `open_screen`.
+        screen: What rank 0 prints; before `open_screen` on standard error.
+        trackers: Set by `open_logs`.
     """
+
+    screen: Console
+    trackers: Trackers
 
     def __init__(self, path: Path, is_main: bool, state: TrainingState):
         self.path, self.is_main, self.state = path, is_main, state
         self.lock, self._lock_lost = RunLock(path), False
-        self.screen: Console | None = None
+        self.screen = Console(0, enabled=is_main, stream=sys.stderr)
         self._logs: dict[str, JsonlLog] = {}
         self._failing: set[str] = set()  # logs whose last record could not be written
-        self._trackers: Trackers | None = None
 
     @property
     def is_open(self) -> bool:
@@ -389,42 +386,18 @@ class RunFolder:
             EVENTS: JsonlLog(path / EVENTS),
         }
         tracked = TrackedRun(path, step, is_resumed, config)
-        self._trackers = Trackers(config.logging.trackers, tracked, self._report_tracker_error)
+        self.trackers = Trackers(config.logging.trackers, tracked, self._report_tracker_error)
         self._logs = logs
 
     # -- the screen -------------------------------------------------------------------------------
 
     def message(self, text: str) -> None:
         """Print a line on rank 0."""
-        if self.screen is not None:
-            self.screen.message(text)
+        self.screen.message(text)
 
     def warning(self, text: str) -> None:
         """Print a warning on rank 0."""
-        if self.screen is not None:
-            self.screen.warning(text)
-        elif self.is_main:
-            log_line(f"warning: {text}")
-
-    def error(self, text: str, on_screen: bool = True) -> None:
-        """Print an error on rank 0; without `on_screen` only its log file gets it."""
-        if self.screen is not None:
-            self.screen.error(text, on_screen)
-
-    def show_step(self, record: Mapping[str, Any]) -> None:
-        """Show the record of a step."""
-        if self.screen is not None:
-            self.screen.update(record)
-
-    def show_evaluation(self, num_done: int, total: int) -> None:
-        """Show how much of an evaluation is done."""
-        if self.screen is not None:
-            self.screen.evaluation(self.state.step, num_done, total)
-
-    def end_live(self) -> None:
-        """End the live line of a terminal; messages follow below it."""
-        if self.screen is not None:
-            self.screen.end_live()
+        self.screen.warning(text)
 
     # -- records ----------------------------------------------------------------------------------
 
@@ -457,30 +430,14 @@ class RunFolder:
         self.message(f"note     {text}")
         self.event("note", text=text)
 
-    def track(self, record: Mapping[str, Any], prefix: str = "") -> None:
-        """Log the numbers of a record to the trackers, `prefix` before their names."""
-        if self._trackers is not None:
-            self._trackers.log(record, prefix)
-
-    def track_text(self, name: str, text: str) -> None:
-        """Log a text of the present step to the trackers."""
-        if self._trackers is not None:
-            self._trackers.text(self.state.step, name, text)
-
-    def track_image(self, name: str, array: np.ndarray) -> None:
-        """Log an image of the present step, [height, width, 3] uint8, to the trackers."""
-        if self._trackers is not None:
-            self._trackers.image(self.state.step, name, array)
-
     def finish_trackers(self, exit_code: int, stop: Callable[[], bool]) -> None:
         """Upload what is left, which may take long, and print where the records are.
 
         Args:
             stop: Whether the process was asked to end; then it takes a few seconds only.
         """
-        if self._trackers is not None:
-            for place in self._trackers.finish(exit_code, stop):
-                self.message(f"tracker  {place}")
+        for place in self.trackers.finish(exit_code, stop):
+            self.message(f"tracker  {place}")
 
     def _report_tracker_error(self, name: str, reason: str) -> None:
         step = self.state.step
@@ -519,8 +476,7 @@ class RunFolder:
         for log in self._logs.values():
             self._close(log)
         self._logs = {}
-        if self.screen is not None:
-            self.screen.close()
+        self.screen.close()
 
     def _close(self, log: JsonlLog) -> None:
         try:

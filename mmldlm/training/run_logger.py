@@ -235,8 +235,8 @@ class RunLogger:
         }
         self.folder.check_lock()
         self.folder.write(STEPS, record)
-        self.folder.show_step(record)
-        self.folder.track(record)
+        self.folder.screen.update(record)
+        self.folder.trackers.log(record)
         if decision.apply and decision.reason:
             figures = {"grad_norm": str(shared.grad_norm), "loss": str(report.loss)}
             self.folder.event("spike", step=self.state.step, reason=decision.reason, **figures)
@@ -289,7 +289,7 @@ class RunLogger:
         if decision.is_overflow or (math.isfinite(loss) and 0 <= grad_norm < math.inf):
             folder.warning(message)  # fp16 adjusts its loss scale, or a spike
         else:
-            folder.error(message)
+            folder.screen.error(message)
 
     def _skip_record(self, report: StepReport, micro_batches: list[dict]) -> dict:
         state, training, batch = self.state, self.config.training, report.batch
@@ -316,7 +316,7 @@ class RunLogger:
         if not self.folder.is_open:
             return
         self.folder.write(LAYERS, stats.record())
-        self.folder.track(stats.flat_record(), prefix="layers/")
+        self.folder.trackers.log(stats.flat_record(), prefix="layers/")
         if stats.dead:
             self.folder.event("dead_parameters", step=stats.step, names=stats.dead)
             names = join_some(stats.dead)
@@ -385,7 +385,7 @@ class RunLogger:
         if not self.folder.is_open:
             return
         self.folder.write(EVALUATIONS, {"step": self.state.step, **values})
-        self.folder.track({"step": self.state.step, **values}, prefix="eval/")
+        self.folder.trackers.log({"step": self.state.step, **values}, prefix="eval/")
         figures = ", ".join(f"{name} {value:.3f}" for name, value in values.items())
         self.folder.message(f"eval     step {self.state.step}: {figures}")
 
@@ -402,7 +402,7 @@ class RunLogger:
                 self._write_picture(name, sample.image)
                 record["image"] = name
                 pixels = sample.image.repeat(3, 2) if sample.image.shape[2] == 1 else sample.image
-                self.folder.track_image(f"samples/{sample.kind}/{number}", pixels)
+                self.folder.trackers.image(step, f"samples/{sample.kind}/{number}", pixels)
             else:
                 record["text"] = sample.text or ""
             records.append(record)
@@ -414,7 +414,7 @@ class RunLogger:
                 for record in texts
                 if record["kind"] == kind
             ]
-            self.folder.track_text(f"samples/{kind}", "\n".join(lines))
+            self.folder.trackers.text(step, f"samples/{kind}", "\n".join(lines))
         first = records[0]
         made = first.get("text", first.get("image", ""))
         for label, text in (("reference", first["reference"]), (f"step {step}", made)):
@@ -452,7 +452,7 @@ class RunLogger:
         if isinstance(error, MmldlmError):
             exit_code, message = error.exit_code, str(error)
         if not isinstance(error, Interrupted):
-            self.folder.error(message, on_screen=False)  # main() prints it
+            self.folder.screen.error(message, on_screen=False)  # main() prints it
         # Other ranks may wait for this one.
         self.folder.finish_trackers(exit_code, stop=lambda: True)
         self._end(exit_code, message)
@@ -485,7 +485,7 @@ class RunLogger:
                 self.folder.warning(f"no plot: {first_line(error)}")
         self.folder.finish_trackers(exit_code, stop)
         if exit_code == EXIT_DONE:
-            self.folder.end_live()
+            self.folder.screen.end_live()
             path, num_steps = self.folder.path, count_noun(self.state.step, "step")
             result = f"{num_steps}, checkpoints and logs in {path}"
             for line in closing_lines(result, "mmldlm", "convert", str(path / LATEST), "OUT"):

@@ -16,49 +16,39 @@ from mmldlm.training.run_folder import Run
 from mmldlm.utils.formatting import first_line
 
 
-class SamplesAtEvaluations:
-    """Draws the samples of logging.eval_samples. They change nothing of the training: all draws
-    are functions of the sample.
+def draw_samples(
+    run: Run, engine: Engine, heartbeat: Callable[[], None]
+) -> list[ValidationSample]:
+    """Return the samples of logging.eval_samples on rank 0, and [] on the others. Collective.
+
+    They change nothing of the training: all draws are functions of the sample. An error outside of
+    a forward pass costs the samples; then all ranks continue.
 
     Args:
-        run: The run.
         engine: Engine whose present weights are sampled.
         heartbeat: Function called on every rank before each forward pass.
     """
-
-    def __init__(self, run: Run, engine: Engine, heartbeat: Callable[[], None]):
-        self.run, self.engine, self._heartbeat = run, engine, heartbeat
-
-    def draw(self) -> list[ValidationSample]:
-        """Return the samples on rank 0, and [] on the others. Collective.
-
-        An error outside of a forward pass costs the samples; then all ranks continue.
-        """
-        run, count = self.run, self.run.config.logging.eval_samples
-        if count == 0:
-            return []
-        model, module = LedModel(self.engine, self._heartbeat), self.engine.module
-        was_training = module.training
-        module.eval()
-        try:
-            with self._without_compilation():
-                # Its latents stay unencoded, and are given to its own calls alone.
-                led = cast("Model", model)
-                return model.run(lambda: sample_validation(run.task, run.data, led, count)) or []
-        except Exception as error:
-            # Other ranks may wait in the pass that failed here, as in one of an evaluation; only
-            # rank 0 can tell the others that no more passes follow.
-            if self.engine.world_size > 1 and (model.is_in_pass or self.engine.rank > 0):
-                raise
-            step = run.state.step
-            run.folder.event("samples_failed", step=step, reason=first_line(error))
-            run.folder.warning(f"step {step}: no samples: {first_line(error)}")
-            return []
-        finally:
-            module.train(was_training)
-
-    def _without_compilation(self) -> contextlib.AbstractContextManager:
-        """Run compiled blocks as they are: the few shapes of the samples are not worth a graph."""
-        if not self.run.config.training.compile_model:
-            return contextlib.nullcontext()
-        return torch.compiler.set_stance("force_eager")
+    count = run.config.logging.eval_samples
+    if count == 0:
+        return []
+    model, module = LedModel(engine, heartbeat), engine.module
+    is_compiled = run.config.training.compile_model
+    was_training = module.training
+    module.eval()
+    try:
+        # Compiled blocks run as they are: the few shapes of the samples are not worth a graph.
+        with torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext():
+            # Its latents stay unencoded, and are given to its own calls alone.
+            led = cast("Model", model)
+            return model.run(lambda: sample_validation(run.task, run.data, led, count)) or []
+    except Exception as error:
+        # Other ranks may wait in the pass that failed here, as in one of an evaluation; only
+        # rank 0 can tell the others that no more passes follow.
+        if engine.world_size > 1 and (model.is_in_pass or engine.rank > 0):
+            raise
+        step = run.state.step
+        run.folder.event("samples_failed", step=step, reason=first_line(error))
+        run.folder.warning(f"step {step}: no samples: {first_line(error)}")
+        return []
+    finally:
+        module.train(was_training)

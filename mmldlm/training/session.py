@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
@@ -46,7 +45,6 @@ from mmldlm.tasks.validation import Validation
 from mmldlm.training.checkpointer import Checkpointer
 from mmldlm.training.run_folder import Run, RunFolder
 from mmldlm.training.run_logger import RunLogger
-from mmldlm.training.samples import SamplesAtEvaluations
 from mmldlm.training.signals import StopSignal
 from mmldlm.training.state import Requests, TrainingState
 from mmldlm.training.step import StepContext
@@ -61,7 +59,6 @@ class Session(StepContext):
     run: Run
     dataset: MicroBatches
     validation: Validation
-    samples: SamplesAtEvaluations
     logger: RunLogger
     checkpointer: Checkpointer
     heartbeat: Heartbeat
@@ -112,7 +109,8 @@ class Session(StepContext):
         Collective.
         """
         self.heartbeat.touch()
-        self.run.folder.show_evaluation(num_done, self.validation.num_batches)
+        screen = self.run.folder.screen
+        screen.evaluation(self.state.step, num_done, self.validation.num_batches)
         return not self.stop.agreed(self.engine)
 
 
@@ -216,7 +214,6 @@ def _assemble(
         run=run,
         dataset=dataset,
         validation=task.validation(data, engine),
-        samples=SamplesAtEvaluations(run, engine, heartbeat.touch),
         logger=RunLogger(run, engine),
         checkpointer=Checkpointer(
             run, engine, average, guard, heartbeat.touch, lambda: stop.received
@@ -290,19 +287,21 @@ def check_same_config(config: Config) -> None:
     if world_size == 1:
         return
     start_process_group(pick_device(local_rank), config.engine.collective_timeout)
-    values = socket.gethostname(), json.dumps(_compared_values(config))
-    gathered = gather_objects(values, world_size)
-    if len({dumped for _, dumped in gathered}) == 1:
+    gathered = gather_objects((socket.gethostname(), _compared_values(config)), world_size)
+    first = gathered[0][1]
+    differing = [
+        key
+        for _, values in gathered
+        for key in first | values
+        if values.get(key) != first.get(key)
+    ]
+    if not differing:
         return
-    configs = [(host, json.loads(dumped)) for host, dumped in gathered]
-    keys = sorted({key for _, values in configs for key in values})
-    key = next(key for key in keys if len({str(values.get(key)) for _, values in configs}) > 1)
+    key = differing[0]
+    found = dict.fromkeys(f"{values.get(key)} on {host}" for host, values in gathered)
     raise UserError(
         f"one {key} on all ranks",
-        ", ".join(
-            f"{value} on {host}"
-            for host, value in dict.fromkeys((h, str(v.get(key))) for h, v in configs)
-        ),
+        ", ".join(found),
         f"let every host see {config.run_dir()} and the data, or set {key}",
     )
 

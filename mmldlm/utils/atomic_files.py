@@ -65,20 +65,11 @@ def naming_errors(path: str | os.PathLike) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno is None and re.fullmatch(r"\d+ requested and \d+ written", str(error)):
-            # Of numpy.
-            raise OSError(
-                errno.ENOSPC if _is_full(path) else errno.EIO, str(error), os.fspath(path)
-            ) from error
+            # Of numpy, which has no number for it: nearly always a full disk.
+            raise OSError(errno.ENOSPC, str(error), os.fspath(path)) from error
         if error.filename is None and error.errno in _DISK_ERRORS:
             error.filename = os.fspath(path)
         raise
-
-
-def _is_full(path: str | os.PathLike) -> bool:
-    try:
-        return os.statvfs(Path(path).parent).f_bavail == 0
-    except OSError:
-        return False
 
 
 def write_bytes(path: str | os.PathLike, content: bytes) -> None:

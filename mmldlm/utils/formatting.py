@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import TextIO
 
 from mmldlm.errors import ACCESS_FIX
+from mmldlm.utils.streams import is_terminal
 
 
 def join_some(values: Iterable[object], limit: int = 4, separator: str = ", ") -> str:
@@ -72,22 +73,10 @@ def explain_os_error(error: OSError) -> str:
         else f"{os.fsdecode(path)}: {describe_os_error(error)}"
     )
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        text += f"; free some space{_free_space(path)} and run the same command again"
+        text += "; free some space and run the same command again"
     if isinstance(error, PermissionError):
         text += f"; {ACCESS_FIX}"
     return text
-
-
-def _free_space(path: str | bytes | None) -> str:
-    """Return " (1.5 MiB and 20 files are free)" of the file system of a path."""
-    if path is None:
-        return ""
-    folder = os.path.dirname(os.path.abspath(os.fsdecode(path)))
-    while not os.path.isdir(folder):
-        folder = os.path.dirname(folder)
-    found = os.statvfs(folder)
-    files = f" and {found.f_favail:,} files" if found.f_files else ""
-    return f" ({format_bytes(found.f_bavail * found.f_frsize)}{files} are free)"
 
 
 def format_duration(seconds: float) -> str:
@@ -121,10 +110,9 @@ def for_screen(text: str, stream: TextIO, indent: str = "  ") -> str:
     """Wrap text to the width of a terminal; return it unchanged for a pipe or a file."""
     import shutil
 
-    try:
-        return fold(text, shutil.get_terminal_size().columns, indent) if stream.isatty() else text
-    except (AttributeError, ValueError):  # no stream, or a closed one
+    if not is_terminal(stream):
         return text
+    return fold(text, shutil.get_terminal_size().columns, indent)
 
 
 def format_bytes(count: float) -> str:

@@ -24,7 +24,6 @@ MAX_BYTES = 64 << 20
 read whole.
 """
 
-_PIECE = 1 << 20
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -58,16 +57,10 @@ def require_regular(path: str | os.PathLike) -> None:
     """Check that a path leads to a regular file, for libraries that open it themselves.
 
     Raises:
-        NotRegularFileError: a FIFO, socket or device, or links that lead to each other.
+        NotRegularFileError: a FIFO, socket or device.
         OSError: nothing there, or a folder.
     """
-    try:
-        mode = os.stat(path).st_mode
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise NotRegularFileError(path, "a link that leads to itself") from None
-        raise
-    check_kind(path, mode)
+    check_kind(path, os.stat(path).st_mode)
 
 
 def require_regular_or_none(path: str | os.PathLike) -> None:
@@ -102,15 +95,8 @@ def open_regular(path: str | os.PathLike) -> BinaryIO:
         NotRegularFileError: a FIFO, socket or device.
         OSError: not readable, or a folder.
     """
-    require_regular(path)  # opening a device may have effects of its own
-    # Another kind may have taken its place meanwhile: O_NONBLOCK waits for no writer.
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
-    try:
-        check_kind(path, os.fstat(file.fileno()).st_mode)
-    except OSError:
-        file.close()
-        raise
-    return file
+    require_regular(path)
+    return open(path, "rb")
 
 
 def open_text(path: str | os.PathLike, encoding: str = "utf-8", errors: str = "strict") -> TextIO:
@@ -139,15 +125,10 @@ def read_bytes(path: str | os.PathLike, max_bytes: int = MAX_BYTES) -> bytes:
     Raises:
         OSError: as of `open_regular`, or the file is larger than `max_bytes`.
     """
-    pieces, size = [], 0
     with open_regular(path) as file:
-        # One read of max_bytes would take that much memory, however small the file.
-        while size <= max_bytes and (piece := file.read(min(_PIECE, max_bytes + 1 - size))):
-            pieces.append(piece)
-            size += len(piece)
-    if size > max_bytes:
-        raise OSError(errno.EFBIG, f"more than {max_bytes:,} bytes", os.fspath(path))
-    return b"".join(pieces)
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"more than {max_bytes:,} bytes", os.fspath(path))
+        return file.read()
 
 
 def read_text(

@@ -15,7 +15,7 @@ from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.input_files import MAX_BYTES, read_bytes
 
-# A larger integer is written as a word: many readers of JSON would round it or fail.
+# A larger integer is written as a hexadecimal word: many readers of JSON would round it or fail.
 _MAX_INT = 1 << 64
 
 
@@ -63,11 +63,7 @@ def read_json_value(
         raise UserError(
             f"JSON in UTF-8 in {path}", found, f"convert it to UTF-8; {fix}"
         ) from error
-    except RecursionError as error:
-        raise UserError(
-            f"a JSON object in {path}", "damaged file: nested too deep", fix
-        ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(
             f"a JSON object in {path}", f"damaged file: {str(error)[:200]}", fix
         ) from error
@@ -95,8 +91,8 @@ def plain_value(value: Any) -> Any:
     """Return a copy of dicts, lists, strings and numbers that JSON holds. It never fails.
 
     NumPy and torch values become Python's, sets sorted lists; non-finite floats the strings nan,
-    inf and -inf, which float() reads; integers above 64 bits and other objects their text. Logs
-    use `to_strict_json`.
+    inf and -inf, which float() reads; integers above 64 bits hexadecimal; other objects their
+    text. Logs use `to_strict_json`.
     """
     if isinstance(value, Mapping):
         return {
@@ -173,21 +169,10 @@ def _plain_scalar(value: Any) -> Any:
         return value.decode("utf-8", "backslashreplace")
     if isinstance(value, numbers.Integral):
         value = int(value)
-        return value if abs(value) < _MAX_INT else _text_of_int(value)
+        return value if abs(value) < _MAX_INT else hex(value)
     if isinstance(value, numbers.Real):
-        try:
-            value = float(value)
-        except OverflowError:
-            return str(value)
-        return _nonfinite_word(value) or value
+        return _nonfinite_word(float(value)) or float(value)
     return str(value)
-
-
-def _text_of_int(value: int) -> str:
-    try:
-        return str(value)
-    except ValueError:  # more digits than Python converts
-        return hex(value)
 
 
 def _to_python(value: Any) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from mmldlm.utils.formatting import for_screen, format_bytes, format_duration
+from mmldlm.utils.streams import ERASE_LINE
 
 ProgressCallback = Callable[[int, int], None]
 """Called with the work done so far and the total, both from the start of the stage and in any
@@ -19,8 +20,6 @@ unit.
 """
 
 _REDRAW_SECONDS = 0.1
-_BAR_WIDTH = 16
-_ERASE_LINE = "\r\x1b[K"
 
 
 class ProgressBar:
@@ -89,19 +88,15 @@ class ProgressBar:
                 return
             self._is_drawn, self._printed = True, now
             width = shutil.get_terminal_size().columns - 1
-            self._write(_ERASE_LINE + self._format(done, total, elapsed, with_bar=True)[:width])
+            self._write(ERASE_LINE + self._format(done, total, elapsed)[:width])
         elif now - self._printed >= self._interval and 0 < done < total:
             self._printed = now
             self._write(f"  {self._format(done, total, elapsed)}\n")
 
-    def _format(self, done: int, total: int, elapsed: float, with_bar: bool = False) -> str:
+    def _format(self, done: int, total: int, elapsed: float) -> str:
         fraction = min(done / total, 1.0) if total else 0.0
-        num_filled = round(fraction * _BAR_WIDTH)
-        bar = f"[{'#' * num_filled}{'.' * (_BAR_WIDTH - num_filled)}]" if with_bar else ""
-        title = " ".join(
-            filter(None, [f"{self.label}:" if self.label else "", bar, f"{fraction:.0%}"])
-        )
-        parts = [f"{title} after {format_duration(elapsed)}"]
+        label = f"{self.label}: " if self.label else ""
+        parts = [f"{label}{fraction:.0%} after {format_duration(elapsed)}"]
         if done:
             parts.append(f"{format_duration(elapsed / done * max(total - done, 0))} left")
         if self.unit:
@@ -124,7 +119,7 @@ class ProgressBar:
         """Erase the line of a terminal. May be called twice."""
         if self._is_drawn:
             self._is_drawn = False
-            self._write(_ERASE_LINE)
+            self._write(ERASE_LINE)
 
     def __enter__(self) -> ProgressBar:
         return self

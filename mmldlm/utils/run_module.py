@@ -1,4 +1,5 @@
-"""Run a module without the working folder on the path: `python run_module.py MODULE ARG...`.
+"""Run a module without the working folder on the path: `python run_module.py MODULE ARG...`. Also:
+the command line that does so.
 
 `python -m MODULE` puts the working folder first, and the user's own random.py there would replace
 Python's.
@@ -10,6 +11,14 @@ import os
 import runpy
 import sys
 from pathlib import Path
+
+
+def module_command(module: str, *words: str) -> list[str]:
+    """Return the command line of a module of this package, whose process finds nothing in the
+    working folder.
+    """
+    return [sys.executable, "-u", __file__, module, *words]
+
 
 if __name__ == "__main__":
     folder = str(Path(__file__).resolve().parents[2])

@@ -45,20 +45,13 @@ class Option:
 
     def parser_arguments(self) -> dict[str, Any]:
         """Return the arguments of `add_argument`; an option that is not given is None."""
-        if self.number is None:
-            return {**self.arguments, "help": self.help}
+        bounds: dict[str, Any] = {}
         if self.number is int:
             high = option_types.MAX_COUNT if self.high == math.inf else int(self.high)
-            return {
-                "type": option_types.integer(int(self.low), high),
-                **self.arguments,
-                "help": self.help,
-            }
-        return {
-            "type": option_types.number(self.low, self.high),
-            **self.arguments,
-            "help": self.help,
-        }
+            bounds["type"] = option_types.integer(int(self.low), high)
+        elif self.number is float:
+            bounds["type"] = option_types.number(self.low, self.high)
+        return {**bounds, **self.arguments, "help": self.help}
 
     def check(self, key: str, value: Any) -> None:
         """Raise a UserError for what the command line would refuse: a number out of range, not one

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from typing import TextIO
+from typing import IO, TextIO
+
+ERASE_LINE = "\r\x1b[K"
+"""What takes a line from a terminal that has no line end yet."""
 
 
 def open_standard_streams() -> None:
@@ -31,6 +34,14 @@ def open_standard_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+
+def is_terminal(stream: IO[str]) -> bool:
+    """Whether a stream is a terminal; a closed one, or no real stream, is none."""
+    try:
+        return stream.isatty()
+    except (AttributeError, ValueError):
+        return False
 
 
 def print_line(text: str, stream: TextIO | None = None) -> None:

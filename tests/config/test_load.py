@@ -190,7 +190,6 @@ def test_text_may_look_like_another_yaml_value():
         ("engine.kind=zero3", "did you mean engine.kind=deepspeed engine.zero_stage=3?"),
         ("optimizer.grad_clip_norm=none", "null switches it off"),
         ("optimizer.grad_clip_norm=0", "null switches it off"),
-        ("training.profile=3:5", "as [100,105]"),
     ],
 )
 def test_a_value_in_other_words_is_told_in_ours(word, says):

@@ -75,26 +75,11 @@ def test_numbers_and_words_are_what_they_look_like(tmp_path):
 @pytest.mark.parametrize(
     ("word", "says"),
     [
-        (
-            "training.num_train_steps=010",
-            r"num_train_steps: a decimal number, as 10 without quotes .*'010'",
-        ),
-        (
-            "training.num_train_steps=1_000",
-            r"num_train_steps: a decimal number, as 1000 without quotes .*'1_000'",
-        ),
-        (
-            "training.num_train_steps='1000'",
-            r"num_train_steps: a decimal number, as 1000 without quotes .*'1000'",
-        ),
-        (
-            "training.num_train_steps=0x10",
-            r"num_train_steps: a decimal number, as 16 without quotes .*'0x10'",
-        ),
-        (
-            "data.max_validation_samples=0x10",
-            r"a decimal number, as 16 without quotes or auto .*'0x10'",
-        ),
+        ("training.num_train_steps=010", "num_train_steps: a decimal number.*zeros .*'010'"),
+        ("training.num_train_steps=1_000", "num_train_steps: a decimal number.*'1_000'"),
+        ("training.num_train_steps='1000'", "num_train_steps: a decimal number.*'1000'"),
+        ("training.num_train_steps=0x10", "num_train_steps: a decimal number.*'0x10'"),
+        ("data.max_validation_samples=0x10", "a decimal number.* or auto .*'0x10'"),
         ("training.loss_type_weights={l2t: 1, l2t: 2}", "key l2t twice"),
         ("training.loss_type_weights=[&a [1], *a]", "alias"),
         ("model.hidden_size=1000000000", "hidden_size"),

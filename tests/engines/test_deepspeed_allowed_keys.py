@@ -106,11 +106,11 @@ def merge(tmp_path, values, dtype="fp32", *words):
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"zero_optimisation": {"stage": 3}}, "write zero_optimization"),
-        ({"gradient_accumulation_step": 8}, "write gradient_accumulation_steps"),
+        ({"zero_optimisation": {"stage": 3}}, "did you mean zero_optimization"),
+        ({"gradient_accumulation_step": 8}, "did you mean gradient_accumulation_steps"),
         (
             {"zero_optimization": {"reduce_bukket_size": 5}},
-            "write zero_optimization.reduce_bucket_size",
+            "did you mean reduce_bucket_size",
         ),
         ({"quite_another_thing": 1}, "delete it"),
         ({"zero_optimization": 3}, "an object"),
@@ -135,7 +135,7 @@ def merge(tmp_path, values, dtype="fp32", *words):
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, 'write "cpu"'),
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"devise": "cpu"}}},
-            "offload_optimizer.device",
+            "did you mean device",
         ),
         (
             {

@@ -3,7 +3,6 @@ import math
 import os
 import pty
 import re
-import sys
 
 import pytest
 
@@ -41,8 +40,8 @@ def test_plain_lines_come_every_log_freq_steps_and_can_be_grepped():
     lines = out.getvalue().splitlines()
     assert len(lines) == 10
     pattern = (
-        r"step 10/95 \| loss: 3\.210 \| text: 2\.500 \| latent: 0\.7100 \| grad_norm: 0\.800 \| "
-        r"lr: 1\.0e-04 \| tok/s: 1234 \| skipped: 2 \| eta: \S+"
+        r"step 10/95 \| eta: \S+ \| loss: 3\.210 \| text: 2\.500 \| latent: 0\.7100 \| "
+        r"grad_norm: 0\.800 \| lr: 1\.0e-04 \| tok/s: 1234 \| skipped: 2"
     )
     assert re.fullmatch(pattern, lines[0])
     assert lines[-1].startswith("step 95/95 ") and "\x1b" not in out.getvalue()
@@ -115,10 +114,8 @@ def test_an_evaluation_shows_how_far_it_is(tmp_path, monkeypatch):
         for done in range(4):
             progress.evaluation(5, done, 4)
     lines = out.getvalue().splitlines()
-    assert [line.partition(", eta ")[0] for line in lines] == [
-        f"eval     step 5: batch {n} of 4" for n in range(4)
-    ]
-    assert re.search(r"eta \d+s$", lines[-1]) and log.read_text().count("batch 3 of 4") == 1
+    assert lines == [f"eval     step 5: batch {n} of 4" for n in range(4)]
+    assert log.read_text().count("batch 3 of 4") == 1
 
 
 def test_the_newest_log_is_linked_and_errors_can_be_searched_for(tmp_path):
@@ -149,7 +146,7 @@ def test_log_file_gets_plain_lines_and_messages_even_where_the_screen_is_off(tmp
         progress.message("evaluation at step 10")
         progress.warning("disk is almost full")
     lines = path.read_text().splitlines()
-    assert len(lines) == 4 and "step 5/10 | loss:" in lines[0]
+    assert len(lines) == 4 and re.search(r"step 5/10 \| eta: \S+ \| loss:", lines[0])
     assert lines[2].endswith("evaluation at step 10") and lines[3].endswith(
         "warning: disk is almost full"
     )
@@ -197,12 +194,10 @@ def test_a_terminal_gets_one_live_line_with_messages_above_it():
     main, side = pty.openpty()
     try:
         with open(side, "w", encoding="utf-8", closefd=False) as terminal:
-            before = sys.stdout
             with Console(100, log_freq=50, stream=terminal) as progress:
                 for number in range(1, 51):
                     progress.update(step(number))
                 progress.message("evaluation at step 50")
-            assert sys.stdout is before, "the terminal was not given back"
             terminal.flush()
             os.write(side, b"END")
         shown = b""
@@ -212,7 +207,7 @@ def test_a_terminal_gets_one_live_line_with_messages_above_it():
     finally:
         os.close(main)
         os.close(side)
-    assert "50/100" in shown and "\x1b[?25h" in shown
+    assert "50/100" in shown
     assert "evaluation at step 50\r\n" in shown
     # A live line is redrawn in place: far fewer line ends than steps.
     assert shown.count("\n") < 10
@@ -233,12 +228,12 @@ def test_a_terminal_keeps_the_last_step_and_what_follows_it():
     assert left.rstrip().endswith("done: everything")
 
 
-def test_a_terminal_breaks_messages_between_words():
+def test_a_terminal_breaks_messages_between_words(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     shown = io.StringIO()
     shown.isatty = lambda: True
     metrics = ", ".join(f"l2t_token_accuracy_{number} 0.069" for number in range(12))
     with Console(9, stream=shown) as progress:
-        progress._console.width = 80
         progress.message(f"eval     step 10: {metrics}")
         progress.warning(f"a folder /{'x' * 90} and more words " * 2)
     lines = [
@@ -257,16 +252,13 @@ def test_a_terminal_breaks_messages_between_words():
 def test_without_a_reader_the_steps_go_on_in_the_log_file(tmp_path, capsys, terminal):
     """`mmldlm train | head`, and a terminal that was closed."""
     reader, writer = pty.openpty() if terminal else os.pipe()
-    stdout, stderr, path = sys.stdout, sys.stderr, tmp_path / "train.log"
+    path = tmp_path / "train.log"
     with open(writer, "w", encoding="utf-8") as stream:
         with Console(3, log_freq=1, log_file=path, stream=stream) as progress:
             progress.update(step(1))
             os.close(reader)
             progress.update(step(2))
             progress.update(step(3))
-        assert (sys.stdout, sys.stderr) == (stdout, stderr), (
-            "the terminal's redirection was not taken back"
-        )
     said = "warning: output to this terminal or pipe ends"
     text = path.read_text()
     assert text.count(said) == 1 and "step 3/3" in text

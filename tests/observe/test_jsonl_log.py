@@ -90,7 +90,6 @@ def test_resume_moves_later_steps_aside_and_loses_none(tmp_path):
     write(path, range(1, 11))
     before = path.read_text()
     with JsonlLog(path, resume_step=6) as log:
-        assert log.dropped == 4
         log.write({"step": 7, "loss": 0.0})
     assert [record["step"] for record in read_records(path)[0]] == [1, 2, 3, 4, 5, 6, 7]
     dropped = tmp_path / "training_log.dropped-1.jsonl"
@@ -107,8 +106,7 @@ def test_resume_at_the_end_touches_nothing(tmp_path):
     path = tmp_path / "log.jsonl"
     write(path, range(1, 4))
     before = path.read_bytes()
-    with JsonlLog(path, resume_step=3) as log:
-        assert log.dropped == 0
+    JsonlLog(path, resume_step=3).close()
     assert path.read_bytes() == before and len(list(tmp_path.iterdir())) == 1
 
 
@@ -119,7 +117,6 @@ def test_a_half_written_last_line_does_not_spoil_the_next(tmp_path, torn):
     with open(path, "a", encoding="utf-8") as file:
         file.write(torn)
     with JsonlLog(path) as log:
-        assert log.dropped == 1
         log.write({"step": 3})
     records, unreadable = read_records(path)
     assert [record["step"] for record in records] == [1, 2, 3] and unreadable == 0

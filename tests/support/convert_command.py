@@ -13,9 +13,13 @@ def command(*words: object) -> int:
     """
     texts = [str(word) for word in words]
     parser = argparse.ArgumentParser()
-    parts = {"inspect": convert.add_inspect_arguments, "diff": convert.add_diff_arguments}
+    parts = {
+        "inspect": (convert.add_inspect_arguments, convert.inspect),
+        "diff": (convert.add_diff_arguments, convert.diff),
+    }
     if texts[0] in parts:
-        run = parts[texts[0]](parser)
+        add_arguments, run = parts[texts[0]]
+        add_arguments(parser)
         return run(parser.parse_args(texts[1:]))
     convert.add_arguments(parser)
     return convert.main(parser.parse_intermixed_args(texts))

@@ -129,7 +129,7 @@ def violations(source, module, is_package=False):
             # `mmldlm.load` starts a room when it is called.
             if now:
                 found.append(f"{where}: {module} comes before all rooms")
-        elif target == "commands" and parts[-1] == "__main__":
+        elif target == "cli" and parts[-1] == "__main__":
             pass  # `python -m mmldlm.ROOM` is one of the thin entry points
         elif ORDER.index(target) > ORDER.index(room):
             found.append(f"{where}: {target} comes after {room}")

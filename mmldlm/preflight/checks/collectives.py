@@ -18,9 +18,9 @@ from statistics import median
 from mmldlm.cluster.agent import AgentPool
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.preflight.context import Context
-from mmldlm.utils.entry_point import module_command
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import first_line, format_bytes, join_some
+from mmldlm.utils.run_module import module_command
 
 # Name of the round of FSDP's checkpoint writers.
 CHECKPOINTS = "checkpoints"

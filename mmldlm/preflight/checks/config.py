@@ -26,7 +26,7 @@ from mmldlm.preflight.context import Context
 from mmldlm.preflight.memory_model import sizes_of_run
 from mmldlm.tasks.base import Task
 from mmldlm.tasks.registry import load_config
-from mmldlm.utils.entry_point import module_command
+from mmldlm.utils.run_module import module_command
 
 DATA_IDLE_SECONDS = 30
 DATA_CHECKS = {"CFG003", "DATA001", "MEM001", "MEM002", "DISK001", "RES001", "GPU001"}

@@ -58,7 +58,7 @@ def test_offline_writes_a_run_and_a_resume_keeps_its_id(tmp_path, offline):
 
 def test_a_missing_package_is_a_users_error(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(UserError, match="pip install wandb"):
+    with pytest.raises(UserError, match="pip install -U wandb"):
         open_wandb(tracked(tmp_path))
     assert list(tmp_path.iterdir()) == []
 
