@@ -3,41 +3,32 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 
 from mmldlm.utils import option_types
 
 
-class RenamedOption(argparse.Action):
-    """A former spelling of an option: an error that names the new one. Not listed in --help.
+class FormerOption(argparse.Action):
+    """An option that is gone: an error that says what became of it. Not listed in --help.
 
     Args:
-        new: New spelling, with its values where these changed.
+        became: What is said behind the option.
     """
 
-    def __init__(self, option_strings: list[str], dest: str, new: str, **options):
+    def __init__(self, option_strings: list[str], dest: str, became: str, **options):
         options |= {"nargs": "?", "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
         super().__init__(option_strings, dest, **options)
-        self.new = new
+        self.became = became
 
     def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(f"{option_string} was renamed: use {self.new}")
+        parser.error(f"{option_string} {self.became}")
 
 
-class RemovedOption(argparse.Action):
-    """An option that is gone: an error that names the page with its measurements. Not listed in
-    --help.
-
-    Args:
-        page: Page of the docs with the reason.
-    """
-
-    def __init__(self, option_strings: list[str], dest: str, page: str, **options):
-        options |= {"nargs": "?", "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
-        super().__init__(option_strings, dest, **options)
-        self.page = page
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        parser.error(f"{option_string} was removed: {self.page} has what was measured with it")
+def add_removed(parser: argparse.ArgumentParser, options: Iterable[str], page: str) -> None:
+    """Add options that are gone, whose error names the page with their measurements."""
+    for option in options:
+        became = f"was removed: {page} has what was measured with it"
+        parser.add_argument(option, action=FormerOption, became=became)
 
 
 def add_checkpoint(parser: argparse.ArgumentParser) -> None:

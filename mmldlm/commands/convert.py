@@ -20,7 +20,7 @@ from mmldlm.checkpoints.convert import (
 from mmldlm.checkpoints.formats.export_plan import DTYPE_NAMES
 from mmldlm.checkpoints.manifest import SAFETENSORS_FILE, SUB_GROUP_SIZE, TARGETS
 from mmldlm.checkpoints.output_folder import CARD
-from mmldlm.commands import RenamedOption
+from mmldlm.commands import FormerOption
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.utils import option_types
 from mmldlm.utils.formatting import print_table
@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="skip fsync (faster; output may be lost on power failure)",
     )
-    add("--no-flush", action=RenamedOption, new="--no-fsync")
+    add("--no-flush", action=FormerOption, became="was renamed: use --no-fsync")
 
 
 def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
@@ -191,15 +191,9 @@ def main(args: argparse.Namespace) -> int:
     """
     # A tenth of the time of a re-shard.
     keep_freed_memory()
-    return _dry_run(args) if args.dry_run else _convert(args)
-
-
-def _dry_run(args: argparse.Namespace) -> int:
-    print_table(dry_run(args.src, _options(args)))
-    return EXIT_DONE
-
-
-def _convert(args: argparse.Namespace) -> int:
+    if args.dry_run:
+        print_table(dry_run(args.src, _options(args)))
+        return EXIT_DONE
     if args.out is None:
         raise UserError("an output folder", "none", "mmldlm convert SRC OUT")
     with ProgressBar("converting", unit="B", delay=PROGRESS_DELAY) as progress:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmldlm.commands import RemovedOption, RenamedOption, add_checkpoint, add_encoder_dir
+from mmldlm.commands import FormerOption, add_checkpoint, add_encoder_dir, add_removed
 from mmldlm.data.encoders.model_files import encoder_dir
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, UserError
 from mmldlm.evaluation.settings import (
@@ -28,7 +27,7 @@ from mmldlm.utils.formatting import for_screen, join_some
 from mmldlm.utils.json_files import nonfinite_places
 from mmldlm.utils.paths import check_writable_file, claimed_file
 from mmldlm.utils.progress import ProgressBar
-from mmldlm.utils.settings import Settings, add_options, flag, flags, given_options, options_of
+from mmldlm.utils.settings import Settings, add_options, flags, given_options, options_of
 
 if TYPE_CHECKING:
     from mmldlm.evaluation.report import Report
@@ -50,15 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     suites = "; ".join(f"{name}: {text}" for name, text in SUITES.items())
     add(
         "--suite",
-        type=_suite,
         choices=tuple(SUITES),
         default="conditioning_gain",
         help=f"{suites} (default %(default)s)",
     )
     add(
         "--eval-dataset",
-        action=RenamedOption,
-        new="--suite conditioning_gain (formerly gain) or --suite stsb",
+        action=FormerOption,
+        became="was renamed: use --suite conditioning_gain (formerly gain) or --suite stsb",
     )
     add(
         "--data",
@@ -67,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="prepared store; its validation split is evaluated",
     )
     add_options(parser, *SUITE_SETTINGS)
-    add("--num-lengths", action=RemovedOption, page=RESULTS_PAGE)
+    add_removed(parser, ["--num-lengths"], RESULTS_PAGE)
     add(
         "--json",
         type=option_types.path,
@@ -76,8 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--html", type=option_types.path, metavar="FILE.html",
         help="also write the results to this page: tables, plots and samples")  # fmt: skip
-    for option in ("--samplers", "--plot", "--write-schedule"):
-        add(option, action=RemovedOption, page=INFORMATION_PAGE)
+    add_removed(parser, ["--samplers", "--plot", "--write-schedule"], INFORMATION_PAGE)
     add("--device", help="default: cuda if available, else cpu")
     add_encoder_dir(parser)
     parser.add_argument_group("--suite stsb").add_argument(
@@ -88,77 +85,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _suite(name: str) -> str:
-    """Return the name of a suite; the error for the one that became a study says so."""
-    if name == "information":
-        raise argparse.ArgumentTypeError(
-            f"the suite information was removed: it is a study now, {INFORMATION_PAGE}"
-        )
-    return name
-
-
 def main(args: argparse.Namespace) -> int:
     """Run `mmldlm evaluate`; return 0, also if a claim does not hold (the report shows it), or 1.
 
     1 means that a figure is not finite: the report shows it, too, and is written.
     """
-    _check_arguments(args)
-    with contextlib.ExitStack() as claims:
-        for key in ("json", "html"):
-            claims.enter_context(claimed_file(getattr(args, key), flag(key)))
-        claims.enter_context(encoder_dir(args.encoder_dir))
-        report = _measure(args)
-        lines = _write_files(args, report)
+    given = given_options(args, dict.fromkeys(chain(*map(options_of, SUITE_SETTINGS))))
+    _check_arguments(args, given)
+    with (
+        claimed_file(args.json, "--json"),
+        claimed_file(args.html, "--html"),
+        encoder_dir(args.encoder_dir),
+    ):
+        report = _measure(args, given)
+        try:
+            if args.json:
+                report.write(args.json)
+        finally:  # one that cannot be written costs not the other one
+            if args.html:
+                write_page(args.html, report.page())
     print(for_screen(report.verdict, sys.stdout))
     report.show()
-    for line in lines:
-        print(line)
+    if args.json:
+        print(f"done: figures in {args.json}")
+    if args.html:
+        print(f"done: page in {args.html}")
     if wrong := nonfinite_places({"details": report.as_dict()["details"]}):
         print(f"error: figures that are not finite: {join_some(wrong, limit=8)}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_DONE
 
 
-def _write_files(args: argparse.Namespace, report: Report) -> list[str]:
-    """Write the files that were asked for, before anything is printed; return a line about each.
-
-    Raises:
-        Exception: of the first that could not be written, once the others are.
-    """
-
-    def write_json() -> list[str]:
-        report.write(args.json)
-        return [f"done: figures in {args.json}"]
-
-    def write_html() -> list[str]:
-        write_page(args.html, report.page())
-        return [f"done: page in {args.html}"]
-
-    writers = [write_json] * bool(args.json) + [write_html] * bool(args.html)
-    lines: list[str] = []
-    failure: Exception | None = None
-    for write in writers:
-        try:
-            lines += write()
-        except Exception as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
-    return lines
-
-
-def _measure(args: argparse.Namespace) -> Report:
+def _measure(args: argparse.Namespace, given: dict[str, Any]) -> Report:
     from mmldlm.data.run_data import check_store_kind
+    from mmldlm.data.store import Store
     from mmldlm.evaluation import gain, images, sts
     from mmldlm.inference.load import load_pretrained, usable_device
 
-    device, given = usable_device(args.device), _given(args)
+    device = usable_device(args.device)
     pairs = sts.read_pairs(args.sts_file) if args.suite == "stsb" else None
-    store = None
-    if pairs is None:
-        from mmldlm.data.store import Store
-
-        store = Store(args.data, "validation")
+    store = Store(args.data, "validation") if pairs is None else None
     pretrained = load_pretrained(args.checkpoint, device, revision=args.revision)
     if store is not None:
         check_store_kind(store, "text" if pretrained.image is None else "image")
@@ -166,12 +132,6 @@ def _measure(args: argparse.Namespace) -> Report:
         if pretrained.image is not None:
             settings = _image_settings(args.suite, given, pretrained)
             return images.evaluate_images(pretrained, args.data, settings, progress.start)
-        of_images = [
-            key for key in options_of(ImageSettings) if key not in options_of(GainSettings)
-        ]
-        if wrong := flags(key for key in of_images if key in given):
-            found = f"task={pretrained.task.name}"
-            raise UserError(f"{wrong} with a model of images", found, f"omit {wrong}")
         if pairs is not None:
             sts_settings = StsSettings(**_read(StsSettings, given))
             return sts.evaluate(pretrained, pairs, sts_settings, progress.start)
@@ -179,14 +139,15 @@ def _measure(args: argparse.Namespace) -> Report:
         return gain.evaluate(pretrained, store, _gain_settings(given, pretrained), progress.start)
 
 
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of all suites that the user gave."""
-    return given_options(args, dict.fromkeys(chain(*map(options_of, SUITE_SETTINGS))))
-
-
 def _read(settings: type[Settings], given: dict[str, Any]) -> dict[str, Any]:
     """Return those of the given options that a suite reads."""
     return {key: given[key] for key in options_of(settings) if key in given}
+
+
+def _refuse(unread: list[str], reader: str) -> None:
+    """Raise a UserError for options that nothing reads."""
+    if unread:
+        raise UserError(f"options that {reader} reads", flags(unread), "omit them")
 
 
 def _image_settings(suite: str, given: dict[str, Any], pretrained: Pretrained) -> ImageSettings:
@@ -194,14 +155,15 @@ def _image_settings(suite: str, given: dict[str, Any], pretrained: Pretrained) -
         raise UserError(
             "--suite conditioning_gain for a model of images", f"--suite {suite}", "omit --suite"
         )
-    if unread := unread_options(ImageSettings, given):
-        raise UserError("options that an evaluation of images reads", flags(unread), "omit them")
-    modes = {"num_steps": "l2t", "presence_penalty": "l2t", "guidance": "t2l"}
-    modes["latent_steps"] = "t2l"
-    if unread := [key for key in modes if key in given and not pretrained.supports(modes[key])]:
-        raise UserError(
-            "options that are read in the modes of this model", flags(unread), "omit them"
-        )
+    modes = {
+        "num_steps": "l2t",
+        "presence_penalty": "l2t",
+        "guidance": "t2l",
+        "latent_steps": "t2l",
+    }
+    unread = unread_options(ImageSettings, given)
+    unread += [key for key in modes if key in given and not pretrained.supports(modes[key])]
+    _refuse(unread, "an evaluation of images in the modes of this model")
     if "guidance" in given:
         pretrained.check_guidance(given["guidance"])
     return ImageSettings(**_read(ImageSettings, given))
@@ -213,64 +175,41 @@ def _gain_settings(given: dict[str, Any], pretrained: Pretrained) -> GainSetting
     settings = GainSettings(**_read(GainSettings, given))
     writes = pretrained.reads_latents and pretrained.supports("l2t")
     scores = writes or not pretrained.reads_latents
+    has_penalty = "presence_penalty" in task.sampling_options
     is_read = {
         "sampler": writes,
         "num_steps": scores and "num_steps" in task.sampling_options,
-        "presence_penalty": writes and "presence_penalty" in task.sampling_options,
+        "presence_penalty": writes and has_penalty,
         # Guidance 1 is what all tasks do.
         "guidance": settings.guidance == 1
         or (pretrained.reads_latents and "guidance" in task.sampling_options),
         "latent_steps": "t2l" in task.samplers and pretrained.supports("t2l"),
         "num_draws": scores and not task.exact_likelihood,
     }
-    if unread := [key for key, reads in is_read.items() if key in given and not reads]:
-        raise UserError(
-            f"options that an evaluation of task={task.name} reads in the modes of this model",
-            flags(unread),
-            "omit them",
-        )
-    if settings.sampler is not None:
-        pretrained.check_kind("l2t", settings.sampler)
-        not_read = task.unread_options("l2t", settings.sampler)
-        if unread := [key for key in given if key in not_read]:
-            expected = f"options that --sampler {settings.sampler} reads"
-            raise UserError(
-                expected, flags(unread), "omit it" if len(unread) == 1 else "omit them"
-            )
-        has_penalty = "presence_penalty" in task.sampling_options
-        if (
-            "presence_penalty" not in given
-            and has_penalty
-            and settings.sampler not in BY_CERTAINTY
-        ):
+    unread = unread_options(GainSettings, given)
+    unread += [key for key, reads in is_read.items() if key in given and not reads]
+    _refuse(unread, f"an evaluation of task={task.name} in the modes of this model")
+    sampler = settings.sampler
+    if sampler is not None:
+        pretrained.check_kind("l2t", sampler)
+        unread = [key for key in given if key in task.unread_options("l2t", sampler)]
+        _refuse(unread, f"--sampler {sampler}")
+        if has_penalty and "presence_penalty" not in given and sampler not in BY_CERTAINTY:
             settings = replace(settings, presence_penalty=0.0)  # as in `mmldlm sample`
     settings.check_search(task, given)
     return settings
 
 
-def _check_arguments(args: argparse.Namespace) -> None:
-    given = _given(args)
-    if args.suite == "stsb" and not args.sts_file:
-        raise UserError(
-            "--sts-file: an STS Benchmark file (sts-dev.csv or sts-test.csv)",
-            "none given",
-            "name the file; no substitute is built in",
-        )
-    search = SearchOptions(**_read(SearchOptions, given))
+def _check_arguments(args: argparse.Namespace, given: dict[str, Any]) -> None:
+    SearchOptions(**_read(SearchOptions, given))
     if args.suite == "stsb":
-        of_search = options_of(SearchOptions)
-        unread = [key for key in unread_options(StsSettings, given) if key not in of_search]
-        if unread:
+        if not args.sts_file:
             raise UserError(
-                f"options that --suite {args.suite} reads",
-                flags(unread),
-                "omit them, or name another --suite",
+                "--sts-file: an STS Benchmark file (sts-dev.csv or sts-test.csv)",
+                "none given",
+                "name the file; no substitute is built in",
             )
-        if search.way is not None:
-            name = "--search" if search.correct is None else "--correct"
-            raise UserError(
-                f"{name} with --suite conditioning_gain", f"--suite {args.suite}", f"omit {name}"
-            )
+        _refuse(unread_options(StsSettings, given), "--suite stsb")
     elif not args.data:
         raise UserError(
             "--data STORE, whose validation split is evaluated",

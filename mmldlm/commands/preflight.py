@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import argparse
 
-from mmldlm.config.load import preset_names
+from mmldlm.commands import config_options
 from mmldlm.errors import UserError
 from mmldlm.utils import option_types
 from mmldlm.utils.command_parser import CommandParser
@@ -22,26 +22,13 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
         parser.takes_script = True
         parser.epilog = "behind --: a training script of your own and its arguments"
     parser.set_defaults(script=None)
+    config_options.add_arguments(parser)
     add = parser.add_argument
     add(
         "--hostfile",
         type=option_types.path,
         metavar="FILE",
         help="DeepSpeed hostfile (default: this machine alone)",
-    )
-    add("--config-name", metavar="NAME", help=f"preset: {', '.join(preset_names())}")
-    add(
-        "--config",
-        type=option_types.path,
-        metavar="FILE",
-        help="YAML file, merged over the preset",
-    )
-    add(
-        "--deepspeed_config",
-        "--deepspeed-config",
-        type=option_types.path,
-        metavar="JSON",
-        help="DeepSpeed settings",
     )
     add(
         "--launcher",
@@ -52,7 +39,6 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     add("--nproc", type=option_types.integer(1, 4096), metavar="N",
         help="ranks on this machine, without a hostfile (default: its GPUs, or 1; 1 for"
              " engine.kind=single)")  # fmt: skip
-    add("overrides", nargs="*", metavar="section.key=value", help="set single config keys")
     add = parser.add_argument_group("connections").add_argument
     add("--master_addr", "--master-addr", metavar="ADDRESS", help="address of the first node")
     add("--master_port", "--master-port", type=option_types.port, default=29500, metavar="PORT",

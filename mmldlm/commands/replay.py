@@ -54,18 +54,14 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         check_writable_file(args.json, "--json")
     with claimed_file(args.json, "--json"):
-        return _replay(args)
-
-
-def _replay(args: argparse.Namespace) -> int:
-    report = replay_skipped_step(
-        Path(args.run),
-        args.event,
-        exact=args.exact,
-        checkpoint=args.checkpoint,
-        dtypes=args.dtypes,
-        max_samples=args.samples,
-    )
-    if args.json:
-        write_json(args.json, report, indent=2)
+        report = replay_skipped_step(
+            Path(args.run),
+            args.event,
+            exact=args.exact,
+            checkpoint=args.checkpoint,
+            dtypes=args.dtypes,
+            max_samples=args.samples,
+        )
+        if args.json:
+            write_json(args.json, report, indent=2)
     return EXIT_DONE

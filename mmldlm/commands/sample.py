@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.commands import RemovedOption, RenamedOption, add_checkpoint, add_encoder_dir
+from mmldlm.commands import FormerOption, add_checkpoint, add_encoder_dir, add_removed
 from mmldlm.data.encoders.model_files import encoder_dir
 from mmldlm.errors import EXIT_DONE, UserError
 from mmldlm.inference.generate import (
@@ -29,7 +29,7 @@ from mmldlm.inference.sample import fit_options, run_sampler
 from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.observe.pages.trace_page import trace_page
 from mmldlm.sampling.latents import steps_given_text
-from mmldlm.sampling.records import TraceRecorder
+from mmldlm.sampling.records import Recorder
 from mmldlm.sampling.settings import REMOVED_OPTIONS, RESULTS_PAGE
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils import option_types
@@ -79,9 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str | None = None) -> N
         help=f"output folder of {', '.join(OUTPUTS)}")  # fmt: skip
     add("--overwrite", action="store_true", help="replace the samples of an earlier call in OUT")
     add_sample_options(parser, kind)
-    add("--way", action=RenamedOption, new="--method joint or --method chain")
-    for option in REMOVED_OPTIONS:
-        add("--" + option, action=RemovedOption, page=RESULTS_PAGE)
+    renamed = "was renamed: use --method joint or --method chain"
+    add("--way", action=FormerOption, became=renamed)
+    add_removed(parser, REMOVED_OPTIONS, RESULTS_PAGE)
     add(
         "--seed",
         type=option_types.seed,
@@ -96,12 +96,12 @@ def _check_trace(args: argparse.Namespace) -> None:
     if args.trace is None:
         return
     check_page_path(args.trace, "--trace", args.overwrite)
-    for option, value in (("--search", args.search), ("--correct", args.correct)):
-        if value is not None:
-            found = f"{option} {value}, which writes several and keeps one"
-            raise UserError(
-                "--trace of texts that are written once", found, f"omit {option} or --trace"
-            )
+    if args.search is not None or args.correct is not None:
+        raise UserError(
+            "--trace of texts that are written once",
+            "--search or --correct, which write several and keep one",
+            "omit one of them",
+        )
 
 
 def output_folder(path: str, overwrite: bool) -> Path:
@@ -167,9 +167,8 @@ def _sample(args: argparse.Namespace, given: dict[str, Any], device: str, out: P
         assert options.sampler is not None
         trace = start_trace(pretrained, options.sampler)
     started = time.perf_counter()
-    recorder = None if trace is None else trace.recorder
     with ProgressBar(log=lambda line: print(line, file=sys.stderr, flush=True)) as progress:
-        samples = run_sampler(pretrained, kind, options, progress, recorder)
+        samples = run_sampler(pretrained, kind, options, progress, trace)
     seconds = time.perf_counter() - started
 
     values = {**vars(args), **asdict(options), "kind": kind}
@@ -222,7 +221,7 @@ def _page(
     args: argparse.Namespace,
     options: SampleOptions,
     pretrained: Pretrained,
-    trace: TraceRecorder,
+    trace: Recorder,
     records: list[dict[str, Any]],
 ) -> str:
     """Return the page of --trace."""

@@ -118,9 +118,9 @@ def write_sheet(root: str, path: str, count: int = 60, vae: str | None = None) -
 
 
 def _splits_table(root: str, report: StoreReport, manifest: dict[str, Any]) -> Table:
-    table = Table(
-        "split", "samples", "tokens", "longest", "norm", "rank", "[UNK]", title=f"store {root}"
-    )
+    """Return the table of the splits; "?" for what a damaged split does not tell."""
+    columns = ("split", "samples", "tokens", "longest", "norm", "rank", "[UNK]")
+    table = Table(*columns, title=f"store {root}")
     for name, split in manifest["splits"].items():
         numbers = [f"{split.get(key, 0):,}" for key in ("num_samples", "num_tokens", "max_tokens")]
         norm = rank = "ids" if manifest["latent_stats"] is None else "?"

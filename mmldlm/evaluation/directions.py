@@ -15,7 +15,7 @@ from mmldlm.evaluation import metrics
 from mmldlm.evaluation.nelbo import Likelihood, measure
 from mmldlm.evaluation.sentences import Log, Sentences, batch_budget
 from mmldlm.evaluation.settings import GainSettings, ImageSettings
-from mmldlm.evaluation.statistics import Estimate, mean, proportion, ratio
+from mmldlm.evaluation.statistics import Estimate, mean, ratio
 from mmldlm.sampling.latents import sample_latents, steps_given_text
 from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.text_task import Pretrained
@@ -250,8 +250,8 @@ def latent_estimates(
     return {
         "cosine": mean(metrics.cosine_similarity(predictions, sentences.latents), "cosine"),
         "cosine_shuffled": mean(metrics.cosine_similarity(shuffled, sentences.latents), "cosine"),
-        "recall_at_1": proportion(ranks < 1, f"share, of {len(gallery)}"),
-        "recall_at_10": proportion(ranks < 10, f"share, of {len(gallery)}"),
+        "recall_at_1": mean(ranks < 1, f"share, of {len(gallery)}"),
+        "recall_at_10": mean(ranks < 10, f"share, of {len(gallery)}"),
         "norm_ratio": mean(metrics.mean_over_latents(norm_ratio), "made / true"),
     }
 

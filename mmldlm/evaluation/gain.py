@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,13 +81,8 @@ def untrained_controls(model: nn.Module, seed: int) -> Iterator[tuple[str, nn.Mo
     yield "untrained_random_gates", untrained_control(model, seed, random_gates=True)
 
 
-class Written(NamedTuple):
-    """Texts that the model, a control or a search wrote from the latents of sentences."""
-
-    arm: str
-    sentences: Sentences
-    texts: list[list[int]]
-    log: Log
+# Arm, sentences, the texts that were written from their latents, and log.
+Written = tuple[str, Sentences, list[list[int]], Log]
 
 
 def evaluate(
@@ -131,13 +126,13 @@ def evaluate(
         arms["model"] |= found.estimates
         texts = measure_text_arms(pretrained, store, sentences, found.written, settings.seed, log)
         texts.conditions |= found.costs
-        written.append(Written("model", sentences, found.written, log))
+        written.append(("model", sentences, found.written, log))
         searched = None
         if judge is not None:
             searched = add_search(
                 texts, pretrained, sentences, found.written, judge, settings, log
             )
-            written.append(Written(SEARCH, sentences, searched, prefixed(log, SEARCH)))
+            written.append((SEARCH, sentences, searched, prefixed(log, SEARCH)))
         examples = example_records(pretrained, sentences, found.written, searched)
     if embeds:
         arms["model"] |= measure_t2l(
@@ -154,7 +149,7 @@ def evaluate(
         elif writes:
             found = measure_l2t(pretrained, control, few, settings, say)
             arms[name] |= found.estimates
-            written.append(Written(name, few, found.written, say))
+            written.append((name, few, found.written, say))
         if embeds:
             gallery = sentences.latents
             arms[name] |= measure_t2l(pretrained, control, few, gallery, settings, say)
@@ -189,25 +184,24 @@ def _conditions(
     """Return how the measurements were taken."""
     task = pretrained.task
     sampler = settings.sampler or task.evaluation_decoding
-    has_penalty = "presence_penalty" in task.sampling_options
-    reads_steps = "num_steps" in task.sampling_options
-    if settings.sampler is not None:
-        reads_steps = reads_steps and "num_steps" not in task.unread_options(
-            "l2t", settings.sampler
-        )
+    options = writing_options(pretrained, settings, settings.sampler or task.samplers["l2t"][0])
     if not pretrained.reads_latents:
-        sampler, has_penalty = f"{task.samplers['unconditional'][0]}, without an embedding", False
+        sampler = f"{task.samplers['unconditional'][0]}, without an embedding"
+        options.pop("presence_penalty", None)
+    latent_steps = None
+    if pretrained.latent_config is not None:
+        latent_steps = settings.latent_steps or steps_given_text(pretrained.latent_diffusion)
     return {
         "store": store.root.name,
         "num_sentences": len(sentences),
         "num_text_tokens": int(sum(len(text) + 1 for text in sentences.tokens)),
         "nelbo_draws": settings.num_draws,
-        "text_steps": settings.num_steps if reads_steps else None,
+        "text_steps": options.get("num_steps"),
         "likelihood": "exact" if task.exact_likelihood else "upper bound (NELBO)",
         "text_sampler": sampler,
-        "latent_steps": _latent_steps(pretrained, settings),
+        "latent_steps": latent_steps,
         "guidance": settings.guidance,
-        "presence_penalty": settings.presence_penalty if has_penalty else None,
+        "presence_penalty": options.get("presence_penalty"),
         "seed": settings.seed,
         "num_parameters": sum(parameter.numel() for parameter in pretrained.model.parameters()),
     }
@@ -230,13 +224,6 @@ def _open_judge(pretrained: Pretrained, settings: GainSettings) -> Judge | None:
         return None
     pretrained.check_mode("l2t")
     return open_judge(settings, pretrained)
-
-
-def _latent_steps(pretrained: Pretrained, settings: GainSettings) -> int | None:
-    """Steps of t2l; None for a task without it."""
-    if pretrained.latent_config is None:
-        return None
-    return settings.latent_steps or steps_given_text(pretrained.latent_diffusion)
 
 
 def _notes(pretrained: Pretrained) -> list[str]:

@@ -1,35 +1,28 @@
-"""The report of a conditioning gain: figures, plots, samples and claims, as text and as a page."""
+"""The report of a conditioning gain: figures, plots, samples and claims."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rich.table import Table
-
 from mmldlm.evaluation.report import (
     MIN_GAIN,
-    FigureTable,
+    Label,
     Report,
+    ReportTable,
     Row,
     arm_details,
-    cell,
     claim,
-    claims_section,
-    conditions_section,
+    claims_table,
+    estimate_words,
+    figure_table,
     gain_verdict,
-    measured_rows,
-    note_elements,
-    print_claims,
 )
 from mmldlm.evaluation.statistics import Difference, Estimate
-from mmldlm.evaluation.text_report import ERRORS, OVERLAP_ROWS, Arms, show_texts, text_sections
-from mmldlm.observe.pages.elements import Column, Element, element, section, table
-from mmldlm.observe.pages.page import titled_page
+from mmldlm.evaluation.text_report import ERRORS, OVERLAP_ROWS, text_tables
+from mmldlm.observe.pages.elements import Column, Element, element, section
 from mmldlm.observe.pages.svg import Interval, interval_plot
-from mmldlm.utils.screen import open_console
 
 # The figures of model and untrained control, in order.
 ROWS = (
@@ -176,26 +169,6 @@ WITHOUT_LATENTS = {
     "length_nll_null": "length NLL, nats/text",
 }
 
-# (row, words) below the table, for the rows that it has.
-LEGEND = (
-    ("nelbo_null", "{name}: negative log-likelihood of a text, {kind}; lower is better"),
-    ("gain_null", "gain: what the embedding says about its text; 0: the model ignores it"),
-    (
-        "token_accuracy_null",
-        "accuracy: of the best token at masked places, at random shares of masks",
-    ),
-    (
-        "length_nll_null",
-        "length NLL: the same of the number of tokens alone; error: |written - right|",
-    ),
-    ("f1_right", "set-F1 of tokens: overlap of the sets of tokens of text and sentence"),
-    (
-        "reencoded_cosine",
-        "embedded again: the encoder's embedding of the written text, with the given one",
-    ),
-    ("recall_at_1", "recall@k: made embeddings with their own sentence's among the k nearest"),
-)
-
 CLAIM_MEANINGS = {
     "l2t_gain_null_nats": "The embedding tells the model much about the text.",
     "l2t_f1_gap_points": "The written texts fit their own embeddings better than others'.",
@@ -214,8 +187,11 @@ _MODEL, _CONTROL, _SEARCH, _NULL, _FLOOR = range(5)
 def _text_rows(key: str) -> tuple[tuple[str, str, str, int], ...]:
     """Return a plot's rows of a figure of strings, for the model, its control and the floors."""
     colors = {"model": _MODEL, "shuffled": _CONTROL, "search": _SEARCH}
-    rows = ((arm, label) for arm, label in OVERLAP_ROWS if not label.startswith(" "))
-    return tuple((arm, key, label, colors.get(arm, _FLOOR)) for arm, label in rows)
+    return tuple(
+        (arm, key, label, colors.get(arm, _FLOOR))
+        for arm, label, _ in OVERLAP_ROWS
+        if not label.startswith(" ")
+    )
 
 
 # (caption, ((arm, figure, label, color), ...)) of the plots, in order.
@@ -297,6 +273,14 @@ class EvaluationReport(Report):
         return claims
 
     @property
+    def title(self) -> str:
+        conditions = self.conditions
+        return (
+            f"Evaluation on {conditions['num_sentences']} unseen sentences of"
+            f" {conditions['store']}"
+        )
+
+    @property
     def verdict(self) -> str:
         """Whether the model uses its embedding; of a model without one, what was measured."""
         model = self.arms["model"]
@@ -309,7 +293,7 @@ class EvaluationReport(Report):
             )
         return (
             "the model reads no embedding: it needs"
-            f" {cell(model['nelbo_null'], 3)} nats per token of unseen sentences"
+            f" {estimate_words(model['nelbo_null'], 3)} nats per token of unseen sentences"
         )
 
     @property
@@ -317,25 +301,48 @@ class EvaluationReport(Report):
         """How the negative log-likelihood was measured: NLL (exact) or NELBO."""
         return "NLL" if self.conditions["likelihood"] == "exact" else "NELBO"
 
-    def figures(self) -> FigureTable:
+    def tables(self) -> list[ReportTable]:
+        """Return the tables of figures, of written texts, of claims and of samples."""
+        tables = [self.figures(), *text_tables(self.arms, self.differences, self.conditions)]
+        if self.claims:
+            caption = "Fixed bounds that the quickstart's model must meet."
+            tables.append(claims_table(caption, self.claims, CLAIM_MEANINGS))
+        if self.examples:
+            tables.append(_samples(self.examples))
+        return tables
+
+    def figures(self) -> ReportTable:
         """Return the table of model and untrained control, of all that was measured."""
         nearest = self.arms.get("nearest_training_sentence", {})
         floors = {"nearest_training_cosine": nearest["reencoded_cosine"]} if nearest else {}
         model = {**self.arms["model"], **self.arms.get("floors", {}), **floors}
-        untrained = self.arms["untrained"]
         labels = {} if "nelbo_right" in model else WITHOUT_LATENTS
         rows = [
             row._replace(label=labels.get(row.key, row.label).replace("NELBO", self.likelihood))
             for row in ROWS
         ]
-        return FigureTable(
-            title=f"{self.conditions['num_sentences']} unseen sentences, +- one standard error",
-            heading="Figures",
-            caption=f"{ERRORS} Untrained: the same model with fresh weights, on"
-            f" {self.conditions['num_control_sentences']} of the sentences.",
-            rows=measured_rows(rows, lambda key: key in model or key in untrained),
-            columns=[("model", model), ("untrained", untrained)],
+        return figure_table(
+            f"Figures of {self.conditions['num_sentences']} unseen sentences",
+            " ".join([ERRORS, *self._controls()]),
+            rows,
+            [("model", model), ("untrained", self.arms["untrained"])],
         )
+
+    def _controls(self) -> list[str]:
+        """Return in words what the untrained controls are, and what they show."""
+        words = [
+            "Untrained: the same model with fresh weights, on"
+            f" {self.conditions['num_control_sentences']} of the sentences."
+        ]
+        gates = self.arms["untrained_random_gates"]
+        if "gain_shuffled" in gates:
+            gain, change = gates["gain_shuffled"], gates["latent_sensitivity"].value
+            words.append(
+                "With its zero layers at random, too, another sentence's embedding changes the"
+                f" {self.likelihood} by {change:.3f}, but gains {estimate_words(gain, 4)}:"
+                f" {gain.in_standard_errors:.1f} standard errors."
+            )
+        return words
 
     def as_dict(self) -> dict[str, Any]:
         """Return {"conditions", "claims", "details"}, JSON-ready."""
@@ -352,90 +359,22 @@ class EvaluationReport(Report):
         details["examples"] = self.examples
         return {"conditions": self.conditions, "claims": self.claims, "details": details}
 
-    def page(self) -> str:
-        """Return the report as a page for a browser."""
-        conditions = self.conditions
-        title = (
-            f"Evaluation on {conditions['num_sentences']} unseen sentences of"
-            f" {conditions['store']}"
-        )
-        parts = [*note_elements(conditions), *_plots(self.arms)]
-        if self.examples:
-            parts.append(_samples(self.examples))
-        parts += [
-            self.figures().section(),
-            *text_sections(self.arms, self.differences, conditions),
-        ]
-        if self.claims:
-            caption = "Fixed bounds that the quickstart's model must meet."
-            parts.append(claims_section(caption, self.claims, CLAIM_MEANINGS))
-        return titled_page(title, [self.verdict], [*parts, conditions_section(conditions)])
-
-    def show(self, console=None) -> None:
-        """Print the estimates, the claims and the examples."""
-        console = console or open_console()
-        conditions, gates = self.conditions, self.arms["untrained_random_gates"]
-        figures = self.figures()
-        figures.show(console)
-        measured = {row.key for row in figures.rows}
-        kind = "exact" if self.likelihood == "NLL" else "upper bound"
-        for key, words in LEGEND:
-            if key in measured:
-                console.print(words.format(name=self.likelihood, kind=kind))
-        console.print(
-            f"untrained: same config, fresh weights, {conditions['num_control_sentences']} of the"
-            " sentences."
-        )
-        if "gain_shuffled" in gates:
-            sensitivity, gain = gates["latent_sensitivity"].value, gates["gain_shuffled"]
-            control = "Another embedding"
-            if self.arms["untrained"]["latent_sensitivity"].value == 0:
-                control = (
-                    "It ignores its embedding exactly (adaLN-Zero): its gain is 0 by"
-                    " construction.\nWith its zero layers initialized at random, another embedding"
-                )
-            console.print(
-                f"{control} changes the {self.likelihood} by\n{sensitivity:.3f}, but the mean of"
-                f" another's - right is {cell(gain, 4)}: {gain.in_standard_errors:.1f} SE."
-            )
-        console.print()
-        show_texts(self.arms, self.differences, conditions, console)
-        for note in conditions["notes"]:
-            console.print(f"note: {note}")
-        if self.claims:
-            print_claims(self.claims, console)
-        if self.examples:
-            self._show_examples(console)
-
-    def _show_examples(self, console) -> None:
-        table = Table(
-            title="unseen sentences, and the texts that the model wrote from their embeddings",
-            show_lines=True,
-        )
-        columns = {"sentence": "sentence", **_text_columns(self.examples)}
-        for heading in columns.values():
-            table.add_column(heading, ratio=1, overflow="fold")
-        table.add_column("set-F1", justify="right")
-        for example in self.examples:
-            table.add_row(*(example[key] for key in columns), f"{100 * example['set_f1']:.0f}")
-        console.print(table)
-
-
-def _plots(arms: Arms) -> list[Element]:
-    plots = []
-    for caption, entries in PLOTS:
-        found = [
-            (arms[arm][key], label, color)
-            for arm, key, label, color in entries
-            if key in arms.get(arm, {})
-        ]
-        if len(found) > 1:
-            unit = _unit(found[0][0])
-            plots.append(interval_plot([_interval(*entry) for entry in found], unit, caption))
-    if not plots:
-        return []
-    caption = element("p", "Lines are 95 % intervals.", class_="caption")
-    return [section("Plots", caption, element("div", *plots, class_="plots"))]
+    def illustrations(self) -> list[Element]:
+        """Return the plots that compare something."""
+        plots = []
+        for caption, entries in PLOTS:
+            found = [
+                (self.arms[arm][key], label, color)
+                for arm, key, label, color in entries
+                if key in self.arms.get(arm, {})
+            ]
+            if len(found) > 1:
+                unit = _unit(found[0][0])
+                plots.append(interval_plot([_interval(*entry) for entry in found], unit, caption))
+        if not plots:
+            return []
+        caption = element("p", "Lines are 95 % intervals.", class_="caption")
+        return [section("Plots", caption, element("div", *plots, class_="plots"))]
 
 
 def _interval(estimate: Estimate, label: str, color: int) -> Interval:
@@ -455,35 +394,17 @@ def _unit(estimate: Estimate) -> str:
     return estimate.unit.split(",")[0]
 
 
-def _text_columns(examples: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return key and heading of the texts that examples have."""
+def _samples(examples: Sequence[Mapping[str, Any]]) -> ReportTable:
     headings = {"written": "written from its embedding", "searched": "found by the search"}
-    return {key: heading for key, heading in headings.items() if key in examples[0]}
-
-
-def _samples(examples: Sequence[Mapping[str, Any]]) -> Element:
-    texts = _text_columns(examples)
+    keys = [key for key in headings if key in examples[0]]
     rows = [
         (
-            example["sentence"],
-            *(element("span", *_marked(example[key], example["sentence"])) for key in texts),
+            Label(example["sentence"]),
+            *(example[key] for key in keys),
             f"{100 * example['set_f1']:.0f}",
         )
         for example in examples
     ]
-    columns = [
-        Column("sentence", False),
-        *(Column(heading, False) for heading in texts.values()),
-        Column("set-F1"),
-    ]
-    caption = (
-        "Spread evenly over the sentences, not chosen by quality. Marked: words of the sentence."
-    )
-    return section("Samples", table(caption, columns, rows))
-
-
-def _marked(text: str, reference: str) -> list[Element | str]:
-    """Return the text with those words marked that the reference has, too, whatever their case."""
-    known = set(re.findall(r"\w+", reference.lower()))
-    parts = re.split(r"(\w+)", text)
-    return [element("mark", part) if part.lower() in known else part for part in parts if part]
+    texts = [Column(name, False) for name in ("sentence", *(headings[key] for key in keys))]
+    caption = "Spread evenly over the sentences, not chosen by quality."
+    return ReportTable("Samples", caption, [*texts, Column("set-F1")], rows)

@@ -15,7 +15,7 @@ from mmldlm.data.image_codec import ImageCodec
 from mmldlm.data.store import Store
 from mmldlm.evaluation import metrics
 from mmldlm.evaluation.sentences import Sentences
-from mmldlm.evaluation.statistics import Estimate, mean, proportion, ratio
+from mmldlm.evaluation.statistics import Estimate, mean, ratio
 
 
 def as_vectors(images: np.ndarray) -> np.ndarray:
@@ -62,31 +62,24 @@ def group_ids(
     groups: np.ndarray | None, images: np.ndarray, captions: Sequence[Sequence[int]] | None = None
 ) -> np.ndarray:
     """Return [N] int64: equal for images of one group, of equal pixels or, where captions are
-    given, of one caption.
+    given, of one caption, also by way of other images.
     """
-    pixels = np.unique(images.reshape(len(images), -1), axis=0, return_inverse=True)[1].reshape(-1)
-    found = pixels if groups is None else _joined(groups, pixels)
-    if captions is None:
-        return found
-    numbers: dict[tuple, int] = {}
-    return _joined(
-        found, np.array([numbers.setdefault(tuple(caption), len(numbers)) for caption in captions])
-    )
-
-
-def _joined(groups: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return groups [N] int64, those that share a value of `others` [N] joined."""
-    parent = {int(group): int(group) for group in groups}
-
-    def root(group: int) -> int:
-        while parent[group] != group:
-            group = parent[group]
-        return group
-
-    first: dict[int, int] = {}
-    for value, group in zip(others.tolist(), groups.tolist(), strict=True):
-        parent[root(int(group))] = root(first.setdefault(value, int(group)))
-    return np.array([root(int(group)) for group in groups], dtype=np.int64)
+    keys = [np.unique(images.reshape(len(images), -1), axis=0, return_inverse=True)[1]]
+    if groups is not None:
+        keys.append(np.unique(groups, return_inverse=True)[1])
+    if captions is not None:
+        numbers: dict[tuple, int] = {}
+        own = [numbers.setdefault(tuple(caption), len(numbers)) for caption in captions]
+        keys.append(np.array(own))
+    found, before = np.arange(len(images)), None
+    while before is None or (found != before).any():
+        before = found
+        for key in keys:
+            # All that share a key take the least number among them.
+            least = np.full(len(images), len(images))
+            np.minimum.at(least, key.reshape(-1), found)
+            found = least[key.reshape(-1)]
+    return found
 
 
 def ranks(made: np.ndarray, gallery: Gallery) -> np.ndarray:
@@ -149,8 +142,8 @@ def picture_estimates(
             )
     found = ranks(made, gallery)
     estimates = {
-        "recall_at_1": proportion(found < 1, unit),
-        "recall_at_5": proportion(found < 5, unit),
+        "recall_at_1": mean(found < 1, unit),
+        "recall_at_5": mean(found < 5, unit),
         "image_cosine": mean(cosine, "cosine"),
         "image_cosine_gap": mean(cosine - other, "cosine"),
         "pixel_mse": mean(right, "squared, of -1 .. 1"),

@@ -5,7 +5,7 @@ caption.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -53,34 +53,36 @@ def x0_errors(
     count, shape = len(sentences), sentences.latents.shape[1:]
     timesteps = [t for t in TIMESTEPS if t <= pretrained.latent_diffusion.sampling_start]
     found = {(t, arm): np.zeros(count) for t in timesteps for arm in ARMS}
-    for start in range(0, count, _ROWS):
-        rows = np.arange(start, min(start + _ROWS, count))
+    for rows, captions in _batches(model, sentences, progress):
         clean = model.scale_latents(torch.from_numpy(sentences.latents[rows]).to(device))
         noise = normals(seed, Stream.X0_ERROR, rows.tolist(), (draws, *shape)).to(device)
-        captions = _captions(model, sentences, rows)
         for t in timesteps:
             for draw in range(draws):
                 for arm in ARMS:
                     error = _error(pretrained, captions[arm], clean, noise[:, draw], t)
                     found[t, arm][rows] += error.cpu().numpy() / draws
-        if progress is not None:
-            progress(start + len(rows), count)
     return found
 
 
-def _captions(
-    model: nn.Module, sentences: Sentences, rows: np.ndarray
-) -> dict[str, TextInputs | None]:
-    """Return the captions of some images by arm of ARMS."""
-    config, device = model.config, device_of(model)
+def _batches(
+    model: nn.Module, sentences: Sentences, progress: ProgressCallback | None
+) -> Iterator[tuple[np.ndarray, dict[str, TextInputs | None]]]:
+    """Yield rows of images, and their captions by arm of ARMS; report each batch when it is
+    done.
+    """
+    config, device, count = model.config, device_of(model), len(sentences)
 
     def padded(of_rows: np.ndarray) -> TextInputs:
-        texts = sentences.tokens_of(of_rows)
+        texts = [sentences.tokens[row] for row in of_rows.tolist()]
         tokens, real = pad_texts(texts, config.eos_token_id, config.pad_token_id, device)
         return TextInputs(tokens, attention_mask=real)
 
-    shuffled = padded(sentences.shuffled_index[rows])
-    return {"right": padded(rows), "null": None, "shuffled": shuffled}
+    for start in range(0, count, _ROWS):
+        rows = np.arange(start, min(start + _ROWS, count))
+        shuffled = padded(sentences.shuffled_index[rows])
+        yield rows, {"right": padded(rows), "null": None, "shuffled": shuffled}
+        if progress is not None:
+            progress(start + len(rows), count)
 
 
 def _no_tokens(device: torch.device) -> TokenQuery:
@@ -142,20 +144,16 @@ def code_bits(
     device, count = device_of(model), len(sentences)
     ids = model.scale_latents(torch.from_numpy(sentences.latents)).reshape(count, -1)
     found = {arm: np.zeros(count) for arm in ARMS}
-    for start in range(0, count, _ROWS):
-        rows = np.arange(start, min(start + _ROWS, count))
+    for rows, captions in _batches(model, sentences, progress):
         clean = ids[torch.from_numpy(rows)].to(device)
         uniform = uniforms(seed, Stream.CODE_BITS, rows.tolist(), (draws, clean.shape[1] + 1)).to(
             device
         )
-        captions = _captions(model, sentences, rows)
         for draw in range(draws):
             level = (draw + uniform[:, 0, -1]) / draws
             for arm in ARMS:
                 nats = _nats(model, captions[arm], clean, level, uniform[:, draw, :-1])
                 found[arm][rows] += nats.cpu().numpy() / (draws * clean.shape[1] * math.log(2))
-        if progress is not None:
-            progress(start + len(rows), count)
     if not all(np.isfinite(values).all() for values in found.values()):
         raise MmldlmError(
             "the model returned NaN or infinite likelihoods of codes: its weights are corrupt"

@@ -5,30 +5,25 @@ with pictures.
 from __future__ import annotations
 
 import io
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from rich.box import SIMPLE
-from rich.table import Table
 
 from mmldlm.evaluation.report import (
-    FigureTable,
+    Label,
     Report,
+    ReportTable,
     Row,
     arm_details,
     claim,
-    claims_section,
-    conditions_section,
+    claims_table,
+    figure_table,
     gain_verdict,
-    measured_rows,
-    note_elements,
-    print_claims,
 )
 from mmldlm.evaluation.statistics import Estimate
 from mmldlm.observe.pages.elements import Column, Element, picture, section, table
-from mmldlm.observe.pages.page import titled_page
-from mmldlm.utils.screen import open_console
 
 # The figures, in order.
 CAPTION_ROWS = (
@@ -262,6 +257,11 @@ class ImageReport(Report):
         return [*claims, claim("untrained_in_standard_errors", self.largest_control(), "<=", 2.0)]
 
     @property
+    def title(self) -> str:
+        conditions = self.conditions
+        return f"Evaluation on {conditions['num_images']} unseen images of {conditions['store']}"
+
+    @property
     def verdict(self) -> str:
         """Whether the model uses images and captions."""
         model, made = self.arms["model"], self._made
@@ -284,12 +284,12 @@ class ImageReport(Report):
             default=0.0,
         )
 
-    def tables(self) -> list[FigureTable]:
-        """Return the tables that have figures."""
+    def tables(self) -> list[ReportTable]:
+        """Return the tables that have figures, and those of claims and samples."""
         nearest = ("nearest_training_image", "nearest training")
         untrained = ("untrained_random_gates", "untrained")
         second = f"guidance {self.conditions['guidance']:g}"
-        found = [
+        found = (
             ("captions written from images (i2t)", CAPTION_ROWS,
              [("model", "model"), nearest, untrained]),
             ("clean images predicted from noisy ones", X0_ROWS, [("model", "model"), untrained]),
@@ -297,82 +297,74 @@ class ImageReport(Report):
              [("model", "model"), ("code_frequencies", "frequencies alone"), untrained]),
             ("images made from captions (t2i)", PICTURE_ROWS,
              [("guidance_1", "guidance 1"), ("guidance_2", second), untrained]),
-        ]  # fmt: skip
+        )  # fmt: skip
         tables = [
-            FigureTable(
-                title=f"{title}: {self.conditions['num_images']} unseen images, +- one standard"
-                " error",
-                heading=title[0].upper() + title[1:],
-                caption="\N{PLUS-MINUS SIGN} is one standard error over images.",
-                rows=measured_rows(rows, self.arms.get(columns[0][0], {}).__contains__),
-                columns=[
-                    (heading, self.arms[arm]) for arm, heading in columns if arm in self.arms
-                ],
-                min_width=len("-0.0001 +- 0.0001"),
+            self._figures(
+                heading,
+                rows,
+                [(name, self.arms[arm]) for arm, name in columns if arm in self.arms],
             )
-            for title, rows, columns in found
+            for heading, rows, columns in found
         ]
-        return [table for table in tables if table.rows]
+        tables = [shown for shown in tables if shown.rows]
+        tables.append(claims_table("Fixed bounds of the quickstart for glyphs.", self.claims, {}))
+        if self.examples and "written" in self.examples[0]:
+            tables.append(_samples(self.examples))
+        return tables
+
+    def _figures(
+        self, heading: str, rows: Sequence[Row], arms: Sequence[tuple[str, Mapping[str, Estimate]]]
+    ) -> ReportTable:
+        meanings = {
+            "nearest training": (
+                "no model; the caption of the training image with the nearest pixels"
+            ),
+            "frequencies alone": "no model; how often each code occurs in the training images",
+            "untrained": (
+                "same config, fresh weights, zero layers at random,"
+                f" {self.conditions['num_control_images']} of the images"
+            ),
+        }
+        legend = {name: meanings[name] for name, _ in arms if name in meanings}
+        heading = f"{heading}: {self.conditions['num_images']} unseen images"
+        return figure_table(
+            heading[0].upper() + heading[1:],
+            "+- is one standard error over images.",
+            rows,
+            arms,
+            legend,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return {"conditions", "claims", "details"}, JSON-ready."""
         details = arm_details(self.arms) | {"examples": self.examples}
         return {"conditions": self.conditions, "claims": self.claims, "details": details}
 
-    def page(self) -> str:
-        """Return the report as a page for a browser, one file with its pictures inside."""
-        conditions = self.conditions
-        title = f"Evaluation on {conditions['num_images']} unseen images of {conditions['store']}"
-        figures = [table.section() for table in self.tables()]
-        caption = "Fixed bounds of the quickstart for glyphs."
-        parts = [*note_elements(conditions), self._picture_section(), *figures]
-        parts += [claims_section(caption, self.claims, {}), conditions_section(conditions)]
-        return titled_page(title, [self.verdict], parts)
-
-    def _picture_section(self) -> Element:
+    def illustrations(self) -> list[Element]:
+        """Return the table of the pictures of the examples."""
         columns = [Column("caption", False), *(Column(name, False) for name in self.pictures)]
-        has_text = bool(self.examples) and "written" in self.examples[0]
-        rows = []
-        for number, example in enumerate(self.examples):
-            pictures = [
-                _picture(images[number], example["caption"]) for images in self.pictures.values()
-            ]
-            rows.append(
-                (example["caption"], *pictures, *([example["written"]] if has_text else []))
+        rows = [
+            (
+                example["caption"],
+                *(
+                    _picture(images[number], example["caption"])
+                    for images in self.pictures.values()
+                ),
             )
-        columns += [Column("caption written from the real image", False)] * has_text
+            for number, example in enumerate(self.examples)
+        ]
         caption = "Spread evenly over the unseen images, not chosen by quality."
-        return section("Pictures", table(caption, columns, rows))
+        return [section("Pictures", table(caption, columns, rows))]
 
-    def show(self, console=None) -> None:
-        """Print the figures, the claims and the examples."""
-        console = console or open_console()
-        for figures in self.tables():
-            figures.show(console)
-        control = self.conditions["num_control_images"]
-        console.print(
-            f"untrained: same config, fresh weights, zero layers at random, {control} of the"
-            " images.\nnearest training: no model; the caption of the training image with the"
-            " nearest pixels."
-        )
-        if "code_frequencies" in self.arms:
-            console.print(
-                "frequencies alone: no model; how often each code occurs in the training images."
-            )
-        for note in self.conditions["notes"]:
-            console.print(f"note: {note}")
-        print_claims(self.claims, console)
-        if self.examples and "written" in self.examples[0]:
-            table = Table(
-                title="unseen images: their captions, and what the model wrote", box=SIMPLE
-            )
-            for heading in ("caption", "written", "set-F1"):
-                table.add_column(
-                    heading, overflow="fold", justify="right" if heading == "set-F1" else "left"
-                )
-            for example in self.examples[:10]:
-                table.add_row(example["caption"], example["written"], f"{example['set_f1']:.2f}")
-            console.print(table)
+
+def _samples(examples: Sequence[Mapping[str, Any]]) -> ReportTable:
+    rows = [
+        (Label(example["caption"]), example["written"], f"{example['set_f1']:.2f}")
+        for example in examples
+    ]
+    columns = [Column("caption", False), Column("written from the image", False), Column("set-F1")]
+    caption = "Spread evenly over the unseen images, not chosen by quality."
+    return ReportTable("Captions", caption, columns, rows)
 
 
 def _picture(image: np.ndarray, caption: str) -> Element:

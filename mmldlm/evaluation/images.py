@@ -40,7 +40,7 @@ from mmldlm.evaluation.sentences import (
     spread,
 )
 from mmldlm.evaluation.settings import ImageSettings
-from mmldlm.evaluation.statistics import Estimate, mean, proportion, ratio
+from mmldlm.evaluation.statistics import Estimate, mean, ratio
 from mmldlm.evaluation.texts import written_records
 from mmldlm.inference.images import codec_of, make_images, open_image_store, use_image_size
 from mmldlm.inference.options import IMAGE_STEPS, NUM_LENGTHS
@@ -248,14 +248,14 @@ def caption_estimates(
         return np.array([tuple(text) in known for text, known in zip(texts, names, strict=True)])
 
     return {
-        "exact": proportion(metrics.exact_match(written, sentences.tokens), "share"),
-        "exact_shuffled": proportion(metrics.exact_match(other, sentences.tokens), "share"),
-        "exact_up_to_pixels": proportion(is_name(written), "share"),
-        "exact_up_to_pixels_shuffled": proportion(is_name(other), "share"),
+        "exact": mean(metrics.exact_match(written, sentences.tokens), "share"),
+        "exact_shuffled": mean(metrics.exact_match(other, sentences.tokens), "share"),
+        "exact_up_to_pixels": mean(is_name(written), "share"),
+        "exact_up_to_pixels_shuffled": mean(is_name(other), "share"),
         "f1_right": mean(right, "share"),
         "f1_shuffled": mean(shuffled, "share"),
         "f1_gap": mean(right - shuffled, "share"),
-        "length_right": proportion(lengths, "share"),
+        "length_right": mean(lengths, "share"),
     }
 
 
@@ -338,6 +338,6 @@ def copy_estimates(
     return {
         # Where all unseen images are in the training split, too, nothing can be told.
         **(copy_ratio if real_distances.any() else {}),
-        "identical_copies": proportion(distances == 0, "share"),
+        "identical_copies": mean(distances == 0, "share"),
         "nearest_training_f1_gap": mean(right - shuffled, "share"),
     }

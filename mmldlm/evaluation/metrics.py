@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -195,50 +196,37 @@ def set_figures(texts: Sequence[str]) -> dict[str, Estimate]:
     within = [1 - len(set(text)) / len(text) if text else 0.0 for text in bigrams]
     found["repeated_bigrams"] = mean(np.array(within), "share of bigrams")
     found["distinct_2"] = _jackknife(bigrams, _distinct, "share of bigrams")
-    found["unigram_entropy"] = _jackknife(split, _entropies, "nats/word")
+    found["unigram_entropy"] = _jackknife(split, _entropy, "nats/word")
     found["words_per_text"] = mean(np.array([len(text) for text in split]), "words")
     return found
 
 
-_LeaveOneOut = Callable[[Counter, "list[Counter]"], "Iterator[float]"]
-
-
-def _jackknife(texts: Sequence[Sequence], function: _LeaveOneOut, unit: str) -> Estimate:
-    """Return a figure of a whole set and its jackknife error: a bootstrap would repeat texts,
-    hence their words.
+def _jackknife(
+    texts: Sequence[Sequence], figure: Callable[[np.ndarray], float], unit: str
+) -> Estimate:
+    """Return a figure of how often the items of a whole set of texts occur, and its jackknife
+    error: a bootstrap would repeat texts, hence their words.
     """
-    own = [Counter(text) for text in texts]
-    total: Counter = Counter()
-    for counts in own:
-        total.update(counts)
-    value, *left_out = function(total, own)
-    count = len(texts)
-    return Estimate(value, float(np.std(left_out) * np.sqrt(count - 1)), unit, count)
+    numbers: dict[Any, int] = {}
+    coded = [
+        np.array([numbers.setdefault(item, len(numbers)) for item in text], dtype=np.int64)
+        for text in texts
+    ]
+    total = np.bincount(np.concatenate(coded), minlength=len(numbers))
+    left_out = [figure(total - np.bincount(text, minlength=len(numbers))) for text in coded]
+    error = float(np.std(left_out) * np.sqrt(len(texts) - 1))
+    return Estimate(figure(total), error, unit, len(texts))
 
 
-def _distinct(total: Counter, own: list[Counter]) -> Iterator[float]:
-    """Yield different / all of the set, and of the set without each text."""
-    different, size = len(total), total.total()
-    yield different / max(size, 1)
-    for counts in own:
-        lost = sum(total[item] == count for item, count in counts.items())
-        yield (different - lost) / max(size - counts.total(), 1)
+def _distinct(counts: np.ndarray) -> float:
+    """Return the different items over all items."""
+    return float((counts > 0).sum() / max(counts.sum(), 1))
 
 
-def _entropies(total: Counter, own: list[Counter]) -> Iterator[float]:
-    """Yield the entropy of the set, and of the set without each text: log n - sum c log c / n."""
-
-    def weight(count: int) -> float:
-        return count * np.log(count) if count else 0.0
-
-    size, weights = total.total(), sum(map(weight, total.values()))
-    yield float(np.log(size) - weights / size) if size else 0.0
-    for counts in own:
-        rest = size - counts.total()
-        change = sum(
-            weight(total[item] - count) - weight(total[item]) for item, count in counts.items()
-        )
-        yield float(np.log(rest) - (weights + change) / rest) if rest else 0.0
+def _entropy(counts: np.ndarray) -> float:
+    """Return the entropy of items in nats: log n - sum c log c / n."""
+    size, present = counts.sum(), counts[counts > 0]
+    return float(np.log(size) - (present * np.log(present)).sum() / size) if size else 0.0
 
 
 def token_f1(written: Sequence[Sequence[int]], references: Sequence[Sequence[int]]) -> np.ndarray:

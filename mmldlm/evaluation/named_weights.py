@@ -5,7 +5,6 @@ Off by default.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,6 @@ from mmldlm.evaluation.statistics import Estimate, mean
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.counter_rng import Stream, generator
 from mmldlm.utils.formatting import first_line
-from mmldlm.utils.input_files import read_text
 from mmldlm.utils.settings import flags
 
 
@@ -118,7 +116,8 @@ class ClipScorer:
         require_docstrings()
         from transformers import CLIPModel, CLIPProcessor
 
-        _check_folder(folder)
+        if not Path(folder).is_dir():
+            raise _no_clip(f"{folder}: no such folder")
         try:
             with no_loading_bar():
                 model, info = CLIPModel.from_pretrained(
@@ -183,19 +182,6 @@ def clip_score(images: np.ndarray, captions: np.ndarray) -> Estimate:
     return mean(np.maximum((images * captions).sum(1), 0), "100 cos", 100.0)
 
 
-def _check_folder(folder: str) -> None:
-    config = Path(folder) / "config.json"
-    if not config.is_file():
-        raise _no_clip(f"{folder} without config.json")
-    try:
-        values = json.loads(read_text(config))
-    except ValueError as error:
-        raise _no_clip(f"{config}: not JSON") from error
-    kind = values.get("model_type") if isinstance(values, dict) else None
-    if kind != "clip":
-        raise _no_clip(f"{folder} of model_type {kind}")
-
-
 def _no_clip(found: str) -> UserError:
     return UserError(
         "--clip FOLDER: a CLIPModel of transformers with its processor",
@@ -223,8 +209,6 @@ class FeatureNetwork:
 
     def __init__(self, path: str, device: torch.device) -> None:
         load_torchmetrics()  # its absence is found before anything is measured
-        if not Path(path).is_file():
-            raise _no_network(f"{path}: no such file")
         try:
             self.module = torch.jit.load(path, map_location=device).eval()
         except (RuntimeError, ValueError) as error:
@@ -249,19 +233,12 @@ class FeatureNetwork:
             try:
                 output = self.module(block, **self.options)
             except RuntimeError as error:
+                reason = str(error).strip().rpartition("\n")[2]
                 raise _no_network(
-                    f"{self.path} fails on uint8 {list(block.shape)}: {_last_line(error)}"
+                    f"{self.path} fails on uint8 {list(block.shape)}: {reason}"
                 ) from error
-            if (
-                not isinstance(output, torch.Tensor)
-                or output.ndim != 2
-                or len(output) != len(block)
-            ):
-                shape = (
-                    list(output.shape)
-                    if isinstance(output, torch.Tensor)
-                    else type(output).__name__
-                )
+            shape = list(getattr(output, "shape", ()))
+            if len(shape) != 2 or shape[0] != len(block):
                 raise _no_network(f"{self.path} maps uint8 {list(block.shape)} to {shape}")
             found.append(output.double().cpu().numpy())
         features = np.concatenate(found)
@@ -368,10 +345,6 @@ def load_torchmetrics() -> tuple[Any, Any]:
             "pip install 'mmldlm[eval]'",
         ) from None
     return FrechetInceptionDistance, KernelInceptionDistance
-
-
-def _last_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
 
 
 def _no_network(found: str) -> UserError:

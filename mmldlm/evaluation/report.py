@@ -1,4 +1,6 @@
-"""What the reports of all suites share: figures, claims and conditions, as text and as HTML."""
+"""What the reports of all suites share: tables, claims and conditions, each declared once for the
+screen and for the page.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +8,26 @@ import operator
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from rich.box import SIMPLE
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from mmldlm.evaluation.statistics import Estimate
+from mmldlm.evaluation.statistics import Difference, Estimate
 from mmldlm.observe.pages.elements import (
     Column,
+    Content,
     Element,
     definitions,
     element,
     section,
     table,
 )
+from mmldlm.observe.pages.page import titled_page
 from mmldlm.utils import atomic_files
+from mmldlm.utils.screen import open_console
 
 MIN_GAIN = 0.5
 """Nats per token that a model gains at least if it uses its embedding."""
@@ -48,54 +53,94 @@ class Row(NamedTuple):
     meaning: str
 
 
+class Label(NamedTuple):
+    """The first cell of a row: its words, indented as in `Row`, and what they mean, if needed."""
+
+    words: str
+    meaning: str = ""
+
+
+class Cell(NamedTuple):
+    """What a cell shows on the screen and on the page."""
+
+    on_screen: str
+    on_page: Content
+
+
 @dataclass(frozen=True)
-class FigureTable:
-    """Figures of several arms.
+class ReportTable:
+    """A table of a report.
 
     Attributes:
-        title: Title of the text table.
-        heading: Heading of the section on the page.
-        caption: Caption on the page.
-        rows: The figures that were measured.
-        columns: Heading and estimates by key of every column.
-        min_width: Least width of a column of the text table.
+        heading: What it shows, with the number of samples.
+        caption: How to read it.
+        columns: The headings; the first is that of the labels.
+        rows: Label and cells of each row.
+        legend: Names in the headings, and what they mean.
+        padding: Spaces on the screen beside the one between two columns.
     """
 
-    title: str
     heading: str
     caption: str
-    rows: Sequence[Row]
-    columns: Sequence[tuple[str, Mapping[str, Estimate]]]
-    min_width: int | None = None
+    columns: Sequence[Column]
+    rows: Sequence[tuple[Label, *tuple[str | Cell, ...]]]
+    legend: Mapping[str, str] = field(default_factory=dict)
+    padding: int = 1
 
     def show(self, console) -> None:
-        """Print the table."""
-        shown = Table(title=self.title, box=SIMPLE)
-        shown.add_column("measure", overflow="fold")
-        for heading, _ in self.columns:
-            shown.add_column(heading, justify="right", no_wrap=True, min_width=self.min_width)
-        for row in self.rows:
-            estimates = (found.get(row.key) for _, found in self.columns)
-            shown.add_row(row.label, *(cell(estimate, row.digits) for estimate in estimates))
+        """Print the table, and below it what its names mean."""
+        has_texts = not all(column.is_number for column in self.columns[1:])
+        shown = Table(
+            title=self.heading,
+            box=SIMPLE_HEAD,
+            pad_edge=False,
+            padding=(0, self.padding),
+            show_lines=has_texts,
+        )
+        for column in self.columns:
+            justify = "right" if column.is_number else "left"
+            shown.add_column(
+                column.heading, justify=justify, no_wrap=column.is_number, overflow="fold"
+            )
+        for label, *cells in self.rows:
+            texts = (cell if isinstance(cell, str) else cell.on_screen for cell in cells)
+            shown.add_row(label.words, *texts)
         console.print(shown)
+        for label, *_ in self.rows:
+            # That of an indented line is "the same" of the line above it.
+            if label.meaning and not label.words.startswith(" "):
+                console.print(f"{label.words}: {label.meaning}")
+        for name, meaning in self.legend.items():
+            console.print(f"{name}: {meaning}")
+        if self.caption:
+            console.print(self.caption)
+        console.print()
 
     def section(self) -> Element:
-        """Return the table as a part of a page, every figure with its meaning."""
-        body = [
-            (
-                label_element(row.label, meaning_element(row.meaning)),
-                *(html_cell(found.get(row.key), row.digits) for _, found in self.columns),
-            )
-            for row in self.rows
+        """Return the table as a part of a page."""
+        columns = [
+            column._replace(heading=column.heading.replace("\n", " ")) for column in self.columns
         ]
-        headings = [Column("figure", False), *(Column(heading) for heading, _ in self.columns)]
-        return section(self.heading, table(self.caption, headings, body))
+        rows = [
+            (
+                _label_element(label),
+                *(cell if isinstance(cell, str) else cell.on_page for cell in cells),
+            )
+            for label, *cells in self.rows
+        ]
+        legend = [definitions(self.legend.items())] if self.legend else []
+        return section(self.heading, table(self.caption, columns, rows), *legend)
 
 
 class Report(ABC):
     """The result of a suite: JSON in the form of all benchmarks, text, and a page."""
 
     conditions: dict[str, Any]
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """What was evaluated."""
 
     @property
     @abstractmethod
@@ -107,12 +152,27 @@ class Report(ABC):
         """Return {"conditions", "claims", "details"}, JSON-ready."""
 
     @abstractmethod
-    def show(self, console=None) -> None:
-        """Print the figures, the claims and the examples."""
+    def tables(self) -> list[ReportTable]:
+        """Return the tables that have figures, in order."""
 
-    @abstractmethod
+    def illustrations(self) -> list[Element]:
+        """Return the sections of the page that a screen cannot show."""
+        return []
+
+    def show(self, console=None) -> None:
+        """Print the tables and the notes."""
+        console = console or open_console()
+        for shown in self.tables():
+            shown.show(console)
+        for note in self.conditions["notes"]:
+            console.print(f"note: {note}")
+
     def page(self) -> str:
-        """Return the report as a page for a browser."""
+        """Return the report as a page for a browser, one file with its pictures inside."""
+        notes = [element("p", note, class_="note") for note in self.conditions["notes"]]
+        tables = [shown.section() for shown in self.tables()]
+        parts = [*notes, *self.illustrations(), *tables, _conditions_section(self.conditions)]
+        return titled_page(self.title, [self.verdict], parts)
 
     def write(self, path: str | os.PathLike) -> None:
         """Write the JSON atomically."""
@@ -141,6 +201,63 @@ def measured_rows(rows: Sequence[_Row], is_measured: Callable[[str], bool]) -> l
     return found
 
 
+def figure_table(
+    heading: str,
+    caption: str,
+    rows: Sequence[Row],
+    arms: Sequence[tuple[str, Mapping[str, Estimate]]],
+    legend: Mapping[str, str] | None = None,
+) -> ReportTable:
+    """Return the table of those rows that an arm has, one column for each arm.
+
+    Args:
+        arms: Heading and estimates by key of every column.
+    """
+    measured = measured_rows(rows, lambda key: any(key in found for _, found in arms))
+    body = [
+        (
+            Label(row.label, row.meaning),
+            *(estimate_cell(found.get(row.key), row.digits) for _, found in arms),
+        )
+        for row in measured
+    ]
+    columns = [Column("figure", False), *(Column(name) for name, _ in arms)]
+    return ReportTable(heading, caption, columns, body, legend or {})
+
+
+def claims_table(
+    caption: str, claims: Sequence[Mapping[str, Any]], meanings: Mapping[str, str]
+) -> ReportTable:
+    """Return the table of claims; `meanings` has a sentence by id of a claim."""
+    rows = []
+    for item in claims:
+        word, style = ("yes", "holds") if item["holds"] else ("NO", "fails")
+        holds = Cell(word, element("span", word, class_=style))
+        label = Label(item["id"], meanings.get(item["id"], ""))
+        rows.append((label, f"{item['value']:.4g}", f"{item['op']} {item['bound']:g}", holds))
+    columns = [Column("claim", False), Column("value"), Column("bound"), Column("holds")]
+    return ReportTable("Claims", caption, columns, rows)
+
+
+def difference_table(
+    differences: Mapping[str, Mapping[str, Difference]], remark: str = ""
+) -> ReportTable:
+    """Return the table of named paired differences by figure; the remark ends its caption."""
+    rows = []
+    for name, estimates in differences.items():
+        for key, found in estimates.items():
+            digits = 1 if found.unit == "points" else 3
+            value, low, high = (
+                f"{number:+.{digits}f}" for number in (found.value, found.low, found.high)
+            )
+            arms = name.replace("_minus_", " - ").replace("_", " ")
+            label = Label(f"{arms}: {key.replace('_', ' ')}")
+            rows.append((label, f"{value} {found.unit}".strip(), f"[{low}, {high}]"))
+    columns = [Column("difference", False), Column("value"), Column("95 % interval")]
+    caption = f"Of the same samples in both, by a paired bootstrap. {remark}".strip()
+    return ReportTable("Differences", caption, columns, rows)
+
+
 def gain_verdict(gain: Estimate, source: str, other: str) -> str:
     """Return in one sentence whether a model uses what it is given.
 
@@ -154,7 +271,7 @@ def gain_verdict(gain: Estimate, source: str, other: str) -> str:
         use = "ignores" if gain.value <= _SURE_ERRORS * gain.se else "hardly uses"
     return (
         f"the model {use} its {source}: compared with {other}, the right one makes a text more"
-        f" probable by {cell(gain, 3)} nats per token"
+        f" probable by {estimate_words(gain, 3)} nats per token"
     )
 
 
@@ -177,24 +294,6 @@ def write_report(path: str | os.PathLike, report: dict[str, Any]) -> None:
     atomic_files.write_json(path, report, indent=2)
 
 
-def print_claims(claims: list[dict[str, Any]], console) -> None:
-    """Print claims as a table."""
-    table = text_table("claims", "claim", "value", "bound", "holds")
-    for item in claims:
-        bound = f"{item['op']} {item['bound']:g}"
-        table.add_row(item["id"], f"{item['value']:.4g}", bound, "yes" if item["holds"] else "NO")
-    console.print(table)
-
-
-def text_table(title: str, first: str, *numbers: str) -> Table:
-    """Return a table for the screen: a column of texts, and further ones of numbers."""
-    table = Table(title=title)
-    table.add_column(first)
-    for heading in numbers:
-        table.add_column(heading, justify="right")
-    return table
-
-
 def arm_details(arms: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any]:
     """Return the estimates of all arms, JSON-ready."""
     return {
@@ -203,33 +302,32 @@ def arm_details(arms: Mapping[str, Mapping[str, Estimate]]) -> dict[str, Any]:
     }
 
 
-def cell(estimate: Estimate | None, digits: int) -> str:
-    """Return value +- standard error, "" without one."""
-    return "" if estimate is None else f"{estimate.value:.{digits}f} +- {estimate.se:.{digits}f}"
+def estimate_words(estimate: Estimate, digits: int) -> str:
+    """Return value +- standard error."""
+    return f"{estimate.value:.{digits}f} +- {estimate.se:.{digits}f}"
 
 
-def note_elements(conditions: Mapping[str, Any]) -> list[Element]:
-    """Return the notes of a report, which stand above its figures."""
-    return [element("p", note, class_="note") for note in conditions["notes"]]
+def estimate_cell(
+    estimate: Estimate | None, digits: int, on_screen: str | None = None
+) -> str | Cell:
+    """Return the cell of value and standard error, empty without an estimate; on_screen is what a
+    screen shows instead of `estimate_words`.
+    """
+    if estimate is None:
+        return ""
+    error = element("span", f" \N{PLUS-MINUS SIGN} {estimate.se:.{digits}f}", class_="se")
+    on_page = element("span", f"{estimate.value:.{digits}f}", error)
+    return Cell(on_screen or estimate_words(estimate, digits), on_page)
 
 
-def claims_section(
-    caption: str, claims: Sequence[Mapping[str, Any]], meanings: Mapping[str, str]
-) -> Element:
-    """Return the table of claims; `meanings` has a sentence by id of a claim."""
-    rows = []
-    for item in claims:
-        name = element("span", item["id"])
-        if item["id"] in meanings:
-            name.append(meaning_element(meanings[item["id"]]))
-        word, style = ("yes", "holds") if item["holds"] else ("NO", "fails")
-        bound = f"{item['op']} {item['bound']:g}"
-        rows.append((name, f"{item['value']:.4g}", bound, element("span", word, class_=style)))
-    columns = [Column("claim", False), Column("value"), Column("bound"), Column("holds")]
-    return section("Claims", table(caption, columns, rows))
+def _label_element(label: Label) -> Element:
+    """Return a label with its meaning, inset where it belongs to the row above."""
+    style = "inset" if label.words.startswith(" ") else "figure"
+    meaning = [element("span", label.meaning, class_="meaning")] if label.meaning else []
+    return element("span", label.words.strip(), *meaning, class_=style)
 
 
-def conditions_section(conditions: Mapping[str, Any]) -> Element:
+def _conditions_section(conditions: Mapping[str, Any]) -> Element:
     """Return how it was measured."""
     items = [
         (key.replace("_", " "), _words(value))
@@ -245,23 +343,3 @@ def _words(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def label_element(label: str, *children: Element) -> Element:
-    """Return the label of a row, inset where it belongs to the row above."""
-    return element(
-        "span", label.strip(), *children, class_="inset" if label.startswith(" ") else "figure"
-    )
-
-
-def meaning_element(sentence: str) -> Element:
-    """Return the sentence below the name of a figure or claim."""
-    return element("span", sentence, class_="meaning")
-
-
-def html_cell(estimate: Estimate | None, digits: int) -> Element:
-    """Return value and standard error, empty without an estimate."""
-    if estimate is None:
-        return element("span", "")
-    error = element("span", f" \N{PLUS-MINUS SIGN} {estimate.se:.{digits}f}", class_="se")
-    return element("span", f"{estimate.value:.{digits}f}", error)

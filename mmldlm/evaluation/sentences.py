@@ -39,10 +39,6 @@ class Sentences:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def tokens_of(self, rows: np.ndarray) -> list[list[int]]:
-        """Return the ids of some sentences."""
-        return [self.tokens[row] for row in rows.tolist()]
-
     def part(self, rows: Sequence[int], seed: int) -> Sentences:
         """Return some sentences, paired among themselves."""
         texts = [self.texts[row] for row in rows]

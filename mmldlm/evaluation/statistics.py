@@ -57,7 +57,7 @@ class Difference:
 
 
 def mean(values: np.ndarray, unit: str = "", scale: float = 1.0) -> Estimate:
-    """Return the mean of [N] values of independent sentences, N >= 2."""
+    """Return the mean of [N] values, numbers or bools, of independent sentences, N >= 2."""
     values = np.asarray(values, dtype=np.float64) * scale
     return Estimate(
         float(values.mean()), float(values.std(ddof=1) / np.sqrt(len(values))), unit, len(values)
@@ -83,11 +83,6 @@ def ratio(numerator: np.ndarray, denominator: np.ndarray, unit: str = "") -> Est
         unit,
         len(residual),
     )
-
-
-def proportion(successes: np.ndarray, unit: str = "") -> Estimate:
-    """Return the fraction of True in [N] bool."""
-    return mean(successes.astype(np.float64), unit)
 
 
 def paired_bootstrap(

@@ -13,20 +13,18 @@ import numpy as np
 
 from mmldlm.errors import UserError
 from mmldlm.evaluation import metrics
-from mmldlm.evaluation.report import Report, conditions_section, note_elements, text_table
+from mmldlm.evaluation.report import Cell, Label, Report, ReportTable, difference_table
 from mmldlm.evaluation.sentences import Log, batch_budget
 from mmldlm.evaluation.settings import StsSettings
 from mmldlm.evaluation.statistics import Difference, paired_bootstrap
 from mmldlm.inference.inputs import encode_texts, reason_without_encoder, tokenize_texts
-from mmldlm.observe.pages.elements import Column, Element, element, section, table
-from mmldlm.observe.pages.page import titled_page
+from mmldlm.observe.pages.elements import Column, Element, element, section
 from mmldlm.observe.pages.svg import Interval, interval_plot
 from mmldlm.sampling.latents import sample_latents, steps_given_text
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.counter_rng import Stream, generator
 from mmldlm.utils.formatting import count_noun, describe_os_error
 from mmldlm.utils.input_files import read_text
-from mmldlm.utils.screen import open_console
 
 # Colors of the plot: the model, and what needs no model.
 _MODEL, _FLOOR = 0, 4
@@ -99,19 +97,16 @@ def read_pairs(path: str) -> Pairs:
         counts = (len(names),)
     first, second, scores, sources = [], [], [], []
     for line_number, fields in rows:
-        shown = "\t".join(fields)[:60]
-        if len(fields) not in counts:
-            found = f"line {line_number} of {len(fields)} columns: {shown!r}"
-            raise UserError(f"{expected}: {' or '.join(map(str, counts))} columns", found, fix)
-        entry = {key: fields[column].strip() for key, column in columns.items()}
+        entry = dict.fromkeys(columns, "")
+        if len(fields) in counts:
+            entry = {key: fields[column].strip() for key, column in columns.items()}
         try:
             score = float(entry["score"])
         except ValueError:
             score = float("nan")
         if not 0 <= score <= _MAX_SCORE or not (entry["sentence1"] and entry["sentence2"]):
-            raise UserError(
-                expected, f"line {line_number}, score {entry['score']!r}: {shown!r}", fix
-            )
+            found = f"line {line_number} of {len(fields)} columns: {fields}"
+            raise UserError(expected, found[:120], fix)
         first.append(entry["sentence1"])
         second.append(entry["sentence2"])
         scores.append(score)
@@ -234,6 +229,10 @@ class StsReport(Report):
     sources: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
+    def title(self) -> str:
+        return f"STS Benchmark: {self.conditions['num_pairs']} pairs of {self.conditions['file']}"
+
+    @property
     def verdict(self) -> str:
         """Whether the model ranks pairs better than the words alone."""
         verdict = (
@@ -251,9 +250,8 @@ class StsReport(Report):
         details = {**self.rows, "differences": found, "by_source": self.sources}
         return {"conditions": self.conditions, "claims": [], "details": details}
 
-    def page(self) -> str:
-        """Return the report as a page for a browser."""
-        conditions = self.conditions
+    def illustrations(self) -> list[Element]:
+        """Return the plot of Spearman's correlations."""
         intervals = [
             Interval(
                 name,
@@ -263,13 +261,14 @@ class StsReport(Report):
             )
             for name, row in self.rows.items()
         ]
-        plot = interval_plot(
-            intervals,
-            "Spearman",
-            "How well similarities rank pairs as people do. Right is better.",
-        )
+        caption = "How well similarities rank pairs as people do. Right is better."
+        return [section("Plot", interval_plot(intervals, "Spearman", caption))]
+
+    def tables(self) -> list[ReportTable]:
+        """Return the correlations, their differences, and Spearman by source of the pairs."""
         rows = [
-            (name, *(_with_interval(row[key]) for key in row)) for name, row in self.rows.items()
+            (Label(name), *(_with_interval(row[key]) for key in row))
+            for name, row in self.rows.items()
         ]
         caption = (
             "Correlation of the similarity of two embeddings with human scores, with 95 %"
@@ -277,51 +276,30 @@ class StsReport(Report):
             " perfect, 0 is none. A floor reads words alone. The ceiling is the encoder that the"
             " model learned from."
         )
-        figures = section(
-            "Figures",
-            table(
-                caption, [Column("similarity", False), Column("Spearman"), Column("Pearson")], rows
-            ),
-        )
-        title = f"STS Benchmark: {conditions['num_pairs']} pairs of {conditions['file']}"
-        parts = [*note_elements(conditions), figures, section("Plot", plot)]
-        parts.append(conditions_section(conditions))
-        return titled_page(title, [self.verdict], parts)
-
-    def show(self, console=None) -> None:
-        """Print the table."""
-        title = f"{self.conditions['file']}: {self.conditions['num_pairs']} pairs, 95 % bootstrap"
-        table = text_table(f"{title} intervals", "similarity", "Spearman", "Pearson")
-        for name, row in self.rows.items():
-            cells = [
-                f"{row[key]['value']:.3f} [{row[key]['ci95'][0]:.3f}, {row[key]['ci95'][1]:.3f}]"
-                for key in row
-            ]
-            table.add_row(name, *cells)
-        console = console or open_console()
-        console.print(table)
-        for name, found in self.differences.items():
-            words = name.replace("_minus_", " - ").replace("tf_idf", "TF-IDF")
-            console.print(
-                f"Spearman, {words}: {found.value:+.3f}, 95 % interval [{found.low:+.3f},"
-                f" {found.high:+.3f}]"
+        columns = [Column("similarity", False), Column("Spearman"), Column("Pearson")]
+        by_source = [
+            (
+                Label(source),
+                str(row["num_pairs"]),
+                *(f"{row[name]['value']:.3f}" for name in self.rows),
             )
-        names = list(self.rows)
-        table = text_table("Spearman by source of the pairs", "source", "pairs", *names)
-        for source, row in self.sources.items():
-            table.add_row(
-                source, str(row["num_pairs"]), *(f"{row[name]['value']:.3f}" for name in names)
-            )
-        console.print(table)
-        for note in self.conditions["notes"]:
-            console.print(f"note: {note}")
+            for source, row in self.sources.items()
+        ]
+        of_sources = [Column("source", False), Column("pairs"), *map(Column, self.rows)]
+        differences = {name: {"Spearman": found} for name, found in self.differences.items()}
+        heading = f"{self.conditions['num_pairs']} pairs of {self.conditions['file']}"
+        return [
+            ReportTable(heading, caption, columns, rows),
+            difference_table(differences),
+            ReportTable("Spearman by source of the pairs", "", of_sources, by_source),
+        ]
 
 
-def _with_interval(found: Mapping[str, Any]) -> Element:
+def _with_interval(found: Mapping[str, Any]) -> Cell:
     low, high = found["ci95"]
-    return element(
-        "span", f"{found['value']:.3f} ", element("span", f"[{low:.3f}, {high:.3f}]", class_="se")
-    )
+    value, interval = f"{found['value']:.3f} ", f"[{low:.3f}, {high:.3f}]"
+    on_page = element("span", value, element("span", interval, class_="se"))
+    return Cell(value + interval, on_page)
 
 
 def evaluate(

@@ -234,7 +234,7 @@ NEAR_DUPLICATE = 0.95
 # Training sentences compared, spread over the split; it bounds the time, blocks bound the memory.
 MAX_COMPARED = 1_000_000
 MAX_COUNTED = 65_536  # training texts whose tokens are counted, spread over the split
-_QUERIES, _ROWS = 1024, 4096  # a block of cosines has 16 MB
+_BLOCK = 1 << 22  # cosines in memory at once: 16 MB
 
 
 @dataclass(frozen=True)
@@ -253,32 +253,25 @@ class Neighbors:
     num_compared: int
 
 
-def nearest_training_sentences(
-    train: Store, latents: np.ndarray, limit: int = MAX_COMPARED
-) -> Neighbors:
+def nearest_training_sentences(train: Store, latents: np.ndarray) -> Neighbors:
     """Find the training sentence of the largest cosine for each latent, in blocks of bounded
     memory.
 
     Args:
-        train: Training split.
+        train: Training split; of a large one about MAX_COMPARED sentences are compared.
         latents: [N, D], or [N, M, D]: the mean of a text's latents is compared.
-        limit: Approximate number of sentences to compare, spread evenly over the split.
     """
     queries = _units(latents)
     best = np.full(len(queries), -np.inf, dtype=np.float32)
     rows, num_compared = np.zeros(len(queries), dtype=np.int64), 0
-    for first, block in train.latent_blocks(limit):
+    size = max(1, _BLOCK // len(queries))
+    for first, block in train.latent_blocks(MAX_COMPARED):
         num_compared += len(block)
-        for start in range(0, len(block), _ROWS):
-            keys = _units(block[start : start + _ROWS]).T
-            for query in range(0, len(queries), _QUERIES):
-                part = slice(query, query + _QUERIES)
-                cosines = queries[part] @ keys
-                nearest = cosines.argmax(1)
-                value = cosines[np.arange(len(cosines)), nearest]
-                is_better = value > best[part]
-                best[part] = np.where(is_better, value, best[part])
-                rows[part] = np.where(is_better, first + start + nearest, rows[part])
+        for start in range(0, len(block), size):
+            cosines = queries @ _units(block[start : start + size]).T
+            largest = cosines.max(1)
+            rows = np.where(largest > best, first + start + cosines.argmax(1), rows)
+            best = np.maximum(best, largest)
     return Neighbors(rows, best, num_compared)
 
 

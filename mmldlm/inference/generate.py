@@ -32,11 +32,10 @@ from mmldlm.sampling.records import (
     Recorder,
     SamplingInterrupted,
     TextSamples,
-    TraceRecorder,
     finished_part,
 )
 from mmldlm.sampling.settings import BY_CERTAINTY, PRESENCE_PENALTY, STRATEGY_OPTIONS
-from mmldlm.sampling.strategies import strategy_class
+from mmldlm.sampling.strategies import STRATEGIES
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.formatting import count_noun
 from mmldlm.utils.progress import ProgressBar
@@ -437,7 +436,7 @@ def _sample_together(
 ) -> tuple[TextSamples, torch.Tensor]:
     count, steps = options.num_samples, options.num_steps
     assert options.sampler is not None
-    reads = strategy_class(options.sampler).reads()
+    reads = STRATEGIES[options.sampler].reads()
     strategy_options = [
         key for key in STRATEGY_OPTIONS - {"num_steps"} if getattr(options, key) is not None
     ]
@@ -488,7 +487,7 @@ def _sample_chain(
     if drawn is not None:  # none of them has its text
         raise KeyboardInterrupt
     assert options.sampler is not None
-    if "num_steps" not in strategy_class(options.sampler).reads():
+    if "num_steps" not in STRATEGIES[options.sampler].reads():
         options = dataclasses.replace(options, num_steps=None)
     more: dict[str, Any] = {} if recorder is None else {"recorder": recorder}
     more["progress"] = progress.start("writing their texts")
@@ -498,7 +497,7 @@ def _sample_chain(
     return samples, latents
 
 
-def start_trace(pretrained: Pretrained, sampler: str) -> TraceRecorder:
+def start_trace(pretrained: Pretrained, sampler: str) -> Recorder:
     """Return the recorder of --trace.
 
     Raises:
@@ -514,7 +513,7 @@ def start_trace(pretrained: Pretrained, sampler: str) -> TraceRecorder:
             f"--sampler {sampler} of task={task.name}",
             f"add --sampler {' or '.join(known)}" if known else "omit --trace",
         )
-    return TraceRecorder(pretrained.model.config.mask_token_id)
+    return Recorder(pretrained.model.config.mask_token_id)
 
 
 def _costs(samples: TextSamples) -> dict[str, Any]:

@@ -86,21 +86,14 @@ def _read_npy(path: str, expected: str, fix: str) -> np.ndarray:
 def _warn_of_norms(norms: np.ndarray, path: str) -> None:
     """Warn of vectors that are not unit vectors, by their norms [N, M]."""
     others = np.flatnonzero((np.abs(norms - 1) > _NORM_TOLERANCE).any(axis=1))
-    if not len(others):
-        return
-    other_norms = norms[others]
-    what = (
-        f"norm {other_norms.min():.3g}"
-        if np.ptp(other_norms) < 1e-3
-        else f"norms {other_norms.min():.3g} to {other_norms.max():.3g}"
-    )
-    rows = "the vectors" if len(others) == len(norms) else f"{len(others)} of {len(norms)} vectors"
-    named = "" if len(others) == len(norms) else f" (rows {join_some(others, 10)})"
-    print(
-        f"warning: {rows} in {path} have {what}{named}, the training latents have norm 1; "
-        "check that they are unscaled outputs of the same encoder",
-        file=sys.stderr,
-    )
+    if len(others):
+        farthest = max(norms[others].flatten(), key=lambda norm: abs(norm - 1))
+        print(
+            f"warning: {len(others)} of {len(norms)} vectors in {path} are not of norm 1, as the"
+            f" training latents are: the farthest has norm {farthest:.3g} (rows"
+            f" {join_some(others, 10)}); check that they are unscaled outputs of the same encoder",
+            file=sys.stderr,
+        )
 
 
 def encoder_identity(pretrained: Pretrained) -> dict[str, Any]:

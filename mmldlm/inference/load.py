@@ -27,6 +27,7 @@ from mmldlm.models.base import BaseTransformer
 from mmldlm.models.pretrained_io import COPY_AGAIN, check_shapes, checked_section, read_values
 from mmldlm.tasks.registry import find_task
 from mmldlm.tasks.text_task import Pretrained, TextTask
+from mmldlm.utils.formatting import first_line
 from mmldlm.utils.hub import model_path
 from mmldlm.utils.validation import find_problems
 
@@ -239,30 +240,15 @@ def usable_device(name: str | None) -> str:
     """
     if name is None:
         return "cuda" if torch.cuda.is_available() else "cpu"
-    if (problem := _problem_of_device(name)) is None:
-        return name
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    known = f"cpu, or cuda:0 to cuda:{count - 1}" if count else "cpu (torch finds no GPU)"
-    fix = "omit --device"
-    if not count:
-        check = "`python -c 'import torch; print(torch.version.cuda, torch.cuda.is_available())'`"
-        fix += f"; to find out why no GPU is visible: `nvidia-smi`, {check}"
-    raise UserError(
-        f"a device (--device) that this machine has: {known}", f"{name}: {problem}", fix
-    )
-
-
-def _problem_of_device(name: str) -> str | None:
-    """Return why a device is not usable; None if it is."""
     try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError):
-        return "not a device of torch"
-    if device.type == "meta":
-        return "a device without memory"
-    try:
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        # Which of them it is depends on why the device is missing.
-        return (str(error).splitlines() or ["not available"])[0]
-    return None
+        # A tensor of the device `meta` has no values to copy.
+        torch.empty(1, device=name).cpu()
+    except (RuntimeError, TypeError, AssertionError, NotImplementedError) as error:
+        devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+        raise UserError(
+            f"a device (--device) that this machine has: {', '.join(devices)}",
+            f"{name}: {first_line(error)}",
+            "omit --device; where a GPU is missing, `nvidia-smi` and `python -c 'import torch;"
+            " print(torch.version.cuda)'` say whether driver and torch have it",
+        ) from error
+    return name

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from mmldlm.errors import UserError
 from mmldlm.inference.edits import Editor, Edits, Text
 from mmldlm.inference.judges import LENGTHS, write_candidate
 from mmldlm.inference.options import ENCODER_CALLS
@@ -144,6 +144,7 @@ def local_search(
     more than `judge_calls` texts of the judge.
 
     Args:
+        pretrained: A model of masked diffusion, whose single tokens can be refilled.
         latents: Latents in the encoder's space, [N, D] (or [N, M, D]).
         judge: Judge used for this call alone, so that its counts are those of this search.
         editor_class: Class of the editors, which propose the edits.
@@ -152,36 +153,30 @@ def local_search(
         options: Options of `TextTask.write_texts`, for these texts.
 
     Raises:
-        UserError: a task without masked positions to refill.
         MmldlmError: NaN logits or embeddings.
         SamplingInterrupted: an interrupt after the first search that has ended.
     """
     settings = settings or LocalSearchSettings()
-    task, count = pretrained.task, len(latents)
-    if not task.fills_lengths:
-        raise UserError(
-            "--search best_of for a task that cannot refill single tokens of a text",
-            f"--search local with task={task.name}",
-            "add --search best_of, or use a checkpoint of masked diffusion",
-        )
+    count = len(latents)
     cost = SamplingCost(count)
     found = FoundTexts(
         [[] for _ in range(count)], np.zeros(count), np.zeros(count), np.zeros(count, int), cost
     )
-    writer = _Writer(pretrained, latents, seed, options, cost)
+    lengths = most_probable_lengths(pretrained.model, latents, LENGTHS)[0]
+    write = partial(_write, pretrained, latents, lengths, seed, options, cost)
     with keeping_finished(found) as finished:
         for first in range(0, count, GROUP):
             rows = list(range(first, min(first + GROUP, count)))
             editor = editor_class(pretrained, latents[rows], cost)
             targets = [latents[row].reshape(-1, latents.shape[-1]).cpu().numpy() for row in rows]
             group = [_Beam(row, i, target) for i, (row, target) in enumerate(zip(rows, targets))]
-            _take_writing_round(judge, writer, group, settings, settings.num_starts)
+            _take_writing_round(judge, write, group, settings, settings.num_starts)
             active = _keep_ended(found, finished, group, settings.judge_calls)
             while active:
                 stuck = [beam for beam in active if beam.is_stuck]
                 edited = [beam for beam in active if not beam.is_stuck]
                 _take_editing_round(judge, editor, edited, settings)
-                _take_writing_round(judge, writer, stuck, settings, settings.calls_a_round)
+                _take_writing_round(judge, write, stuck, settings, settings.calls_a_round)
                 active = _keep_ended(found, finished, active, settings.judge_calls)
                 if progress is not None:
                     progress(len(finished), count)
@@ -207,37 +202,34 @@ def _keep_ended(
     return [beam for beam in beams if beam.goes_on(most_calls)]
 
 
-class _Writer:
-    """Writes whole texts of latents, numbered as `judges.best_of` numbers its candidates."""
-
-    def __init__(
-        self,
-        pretrained: Pretrained,
-        latents: Tensor,
-        seed: int,
-        options: dict[str, Any],
-        cost: SamplingCost,
-    ) -> None:
-        self._pretrained, self._latents = pretrained, latents
-        self._seed, self._options, self._cost = seed, options, cost
-        self._lengths = most_probable_lengths(pretrained.model, latents, LENGTHS)[0]
-
-    def write(self, beams: list[_Beam], k: int) -> list[Text]:
-        """Return the k-th text of each beam, and count its passes."""
-        rows = [beam.row for beam in beams]
-        options = {**self._options, "indices": rows}
-        samples = write_candidate(
-            self._pretrained, self._latents[rows], k, self._lengths[rows], self._seed, options
-        )
-        flops = self._pretrained.task.writing_flops(self._pretrained.model.config, samples)
-        self._cost.add_texts(samples, flops)
-        for beam, passes in zip(beams, samples.passes.tolist()):
-            beam.writing_depth = max(beam.writing_depth, passes)
-        return [tuple(text) for text in samples.tokens]
+def _write(
+    pretrained: Pretrained,
+    latents: Tensor,
+    lengths: Tensor,
+    seed: int,
+    options: dict[str, Any],
+    cost: SamplingCost,
+    beams: list[_Beam],
+    k: int,
+) -> list[Text]:
+    """Return the k-th text of each beam, numbered as `judges.best_of` numbers its candidates, and
+    count its passes.
+    """
+    rows = [beam.row for beam in beams]
+    own = {**options, "indices": rows}
+    samples = write_candidate(pretrained, latents[rows], k, lengths[rows], seed, own)
+    cost.add_texts(samples, pretrained.task.writing_flops(pretrained.model.config, samples))
+    for beam, passes in zip(beams, samples.passes.tolist()):
+        beam.writing_depth = max(beam.writing_depth, passes)
+    return [tuple(text) for text in samples.tokens]
 
 
 def _take_writing_round(
-    judge: Judge, writer: _Writer, beams: list[_Beam], settings: LocalSearchSettings, number: int
+    judge: Judge,
+    write: Callable[[list[_Beam], int], list[Text]],
+    beams: list[_Beam],
+    settings: LocalSearchSettings,
+    number: int,
 ) -> None:
     """Write and judge new texts of each beam; one that is better is edited again, one without a
     new text ends.
@@ -246,7 +238,7 @@ def _take_writing_round(
     for first in sorted({beam.written for beam in beams}):
         places = [i for i, beam in enumerate(beams) if beam.written == first]
         for k in range(first, first + number):
-            for i, text in zip(places, writer.write([beams[i] for i in places], k)):
+            for i, text in zip(places, write([beams[i] for i in places], k)):
                 texts[i][text] = 0.0
     for beam in beams:
         beam.written += number

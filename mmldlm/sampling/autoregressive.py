@@ -14,7 +14,7 @@ from mmldlm.errors import UserError
 from mmldlm.models.plain import PlainTransformer, TextCache, next_logits, start_text
 from mmldlm.sampling.decoding import check_finite, draw_tokens
 from mmldlm.sampling.model import device_of
-from mmldlm.sampling.records import Recorder, TextSamples, keeping_finished, report_changes
+from mmldlm.sampling.records import Recorder, TextSamples, keeping_finished
 from mmldlm.sampling.settings import BeamSettings
 from mmldlm.utils.counter_rng import Stream, uniforms
 from mmldlm.utils.validation import not_none
@@ -94,9 +94,7 @@ def draw_texts(
         before = None if recorder is None else tokens.clone()
         tokens[rows[active], step] = last[active]
         if before is not None and recorder is not None:
-            report_changes(
-                recorder, samples, before, tokens, rows[active] * limit + step, logits[active]
-            )
+            recorder.add(samples, before, tokens, rows[active] * limit + step, logits[active])
         ends = active & (last == eos)
         lengths[rows[ends]] = step + 1
         active = active & ~ends
@@ -264,11 +262,16 @@ def write_texts(
         recorder: Callback after every token, of samplers without beams.
 
     Raises:
-        UserError: an option that the sampler does not read.
+        UserError: options of draws with a sampler that draws nothing.
         MmldlmError: NaN logits.
         SamplingInterrupted: an interrupt after the first batch.
     """
-    _check_options(sampler, temperature, top_p, num_beams)
+    if sampler != "ancestral" and (temperature not in (None, 0) or top_p != 1.0):
+        raise UserError(
+            f"no --temperature or --top-p with --sampler {sampler}, which draws nothing",
+            f"temperature {temperature}, top_p {top_p}",
+            "add --sampler ancestral (several texts for one embedding need draws), or omit them",
+        )
     assert recorder is None or sampler not in EXPONENTS, "a beam search has no one text that grows"
     count = len(latents) if latents is not None else num_samples
     assert count is not None, "num_samples is needed without latents"
@@ -344,21 +347,3 @@ def _write_batch(
         texts.num_rows + beam_texts.num_rows,
         texts.passes + beam_texts.passes,
     )
-
-
-def _check_options(
-    sampler: str, temperature: float | None, top_p: float, num_beams: int | None
-) -> None:
-    draws = sampler == "ancestral"
-    if not draws and (temperature not in (None, 0) or top_p != 1.0):
-        raise UserError(
-            f"no --temperature or --top-p with --sampler {sampler}, which draws nothing",
-            f"temperature {temperature}, top_p {top_p}",
-            "add --sampler ancestral (several texts for one embedding need draws), or omit them",
-        )
-    if num_beams is not None and sampler not in EXPONENTS:
-        raise UserError(
-            f"no --num-beams with --sampler {sampler}",
-            str(num_beams),
-            f"add --sampler {' or '.join(EXPONENTS)}",
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,6 +69,10 @@ class DecodingState:
     def masked_share(self) -> Tensor:
         """Return the masked fraction of each text, EOS counted as in training: [B] fp64."""
         return ((self.tokens == self.mask_token_id) & self.real).sum(1) / self.lengths.double()
+
+    def num_written(self) -> int:
+        """Return how many words of all texts stand."""
+        return int((self.real & ~self.is_last & ~self.undecided).sum())
 
     def write_eos(self, rows: Tensor) -> None:
         """Write the EOS where `rows` ([B, 1] or [B, S] bool) is True."""
@@ -161,91 +164,57 @@ def check_finite(values: Tensor) -> None:
         )
 
 
-RULES = ("median", "mode", "sample")
-
-
-def choose_lengths(logits: Tensor, rule: str = "median", uniform: Tensor | None = None) -> Tensor:
-    """Choose lengths from the length head's logits.
-
-    The median minimizes the expected absolute error and is the default with a latent. Without a
-    latent the distribution is broad, and only drawing from it gives texts of different lengths.
+def choose_lengths(logits: Tensor, uniform: Tensor | None = None) -> Tensor:
+    """Choose lengths from the length head's logits: draw them, or take the median, which minimizes
+    the expected absolute error.
 
     Args:
         logits: Logits of lengths 1 .. L, EOS counted. [B, L]
-        rule: One of RULES.
-        uniform: Numbers in [0, 1), required by `sample`. [B]
+        uniform: Numbers in [0, 1) for a draw, [B]; None: the median.
 
     Returns:
         [B] int64 in 1 .. L.
     """
-    if rule not in RULES:
-        raise ValueError(f"length rule {rule!r}: expected one of {', '.join(RULES)}")
-    if rule == "mode":
-        return logits.argmax(-1) + 1
     cumulative = logits.double().softmax(-1).cumsum(-1)
-    if rule == "median":
-        point = torch.full_like(cumulative[:, 0], 0.5)
-    else:
-        assert uniform is not None, "uniform is needed to draw a length"
-        point = uniform.to(cumulative)
+    point = torch.full_like(cumulative[:, 0], 0.5) if uniform is None else uniform.to(cumulative)
     below = (cumulative <= (point * cumulative[:, -1])[:, None]).sum(-1)
     return below.clamp_max(logits.shape[-1] - 1) + 1
 
 
 @torch.inference_mode()
 def predict_lengths(
-    model: Model,
-    latents: Tensor | None,
-    count: int | None = None,
-    rule: str | None = None,
-    seed: int = 0,
-    batch_size: int | None = None,
+    model: Model, latents: Tensor | None, count: int | None = None, seed: int = 0
 ) -> Tensor:
-    """Predict lengths with the model's length head; see `choose_lengths`.
+    """Predict lengths with the model's length head: the median of p(length | latent), or a draw
+    from p(length) without a latent, which is broad: only draws give texts of different lengths.
 
     Args:
-        latents: Latents in the encoder's space, [count, D] or [count, M, D]; None: no condition.
+        latents: Latents in the encoder's space, [N, D] or [N, M, D]; None: no condition.
         count: Number of texts, needed without latents.
-        rule: Rule of `choose_lengths`; None: the median of p(length | latent), or a draw from
-            p(length) without a latent.
-        batch_size: Latents of a pass; None: as many as `_length_batch` takes.
 
     Returns:
-        [count] int64 lengths, EOS counted.
+        [N] int64 lengths, EOS counted, on the CPU.
     """
     if latents is not None:
-        count = len(latents)
+        return torch.cat([choose_lengths(part) for part in _length_logits(model, latents)]).cpu()
     assert count is not None, "count is needed without latents"
-    rule = rule or ("sample" if latents is None else "median")
     device = device_of(model)
     uniform = uniforms(seed, Stream.LENGTH, range(count), (1,))[:, 0].to(device)
-    if latents is None:
-        start = torch.full((1, 1), model.config.mask_token_id, dtype=torch.int64, device=device)
-        out = model(TextInputs(start), None, TokenQuery(start.new_empty(0)))
-        logits = out.length_logits.expand(count, -1)
-        return choose_lengths(logits, rule, uniform).cpu()
-    parts, size = [], batch_size or _length_batch(model.config)
-    for logits, part_uniform in zip(_length_logits(model, latents, size), uniform.split(size)):
-        parts.append(choose_lengths(logits, rule, part_uniform))
-    return torch.cat(parts).cpu()
+    start = torch.full((1, 1), model.config.mask_token_id, dtype=torch.int64, device=device)
+    out = model(TextInputs(start), None, TokenQuery(start.new_empty(0)))
+    return choose_lengths(out.length_logits.expand(count, -1), uniform).cpu()
 
 
-def _length_batch(config: Any) -> int:
-    """Return the latents of a pass that predicts lengths; an image has many rows."""
-    return max(1, min(512, _LENGTH_ROWS // max(rows_of_latents(config), 1)))
-
-
-def _length_logits(model: Model, latents: Tensor, batch_size: int) -> Iterator[Tensor]:
-    """Yield the length head's logits [B, L], batch by batch."""
+def _length_logits(model: Model, latents: Tensor) -> Iterator[Tensor]:
+    """Yield the length head's logits [B, L], batch by batch; an image has many rows."""
     device = device_of(model)
+    batch_size = max(1, min(512, _LENGTH_ROWS // max(rows_of_latents(model.config), 1)))
     for part in latents.split(batch_size):
         yield model(None, LatentInputs(model.scale_latents(part.to(device)))).length_logits
 
 
 @torch.inference_mode()
-def most_probable_lengths(
-    model: Model, latents: Tensor, number: int, batch_size: int | None = None
-) -> tuple[Tensor, Tensor]:
+def most_probable_lengths(model: Model, latents: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """Return the most probable lengths of each text, the best first, and their log-probabilities.
 
     Args:
@@ -256,7 +225,7 @@ def most_probable_lengths(
         [N, K] int64, EOS counted, and [N, K] fp64, both on the CPU.
     """
     parts = []
-    for logits in _length_logits(model, latents, batch_size or _length_batch(model.config)):
+    for logits in _length_logits(model, latents):
         top = logits.double().log_softmax(-1).topk(min(number, logits.shape[-1]), dim=-1)
         parts.append((top.indices.cpu() + 1, top.values.cpu()))
     lengths, scores = zip(*parts)

@@ -70,7 +70,7 @@ def sample_joint(
         SamplingInterrupted: an interrupt after the first batch.
     """
     device = device_of(model)
-    lengths = predict_lengths(model, None, num_samples, "sample", seed)
+    lengths = predict_lengths(model, None, num_samples, seed)
     order = torch.argsort(lengths, stable=True)
     texts: list[list[int]] = [[] for _ in range(num_samples)]
     shape = latent_shape(model.config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
 from typing import Any
 
 import numpy as np
@@ -45,12 +44,11 @@ class LatentSolver:
         project: Callable[[Tensor], Tensor] | None = None,
     ):
         if method not in process.solvers:
-            expected = (
-                f"method {' or '.join(process.solvers)}, the solvers of this model's noise"
-                " schedule"
-            )
             raise UserError(
-                expected, method, "choose one of them (heun is that of rectified_flow)"
+                f"method {' or '.join(process.solvers)}, the solvers of this model's noise"
+                " schedule",
+                method,
+                "choose one of them (heun is that of rectified_flow)",
             )
         if eta != 0 and method != "ddim":
             raise UserError(
@@ -59,9 +57,10 @@ class LatentSolver:
                 "choose method ddim",
             )
         if isinstance(eta, str) and eta not in process.named_etas:
-            expected = "a number from 0 to 1 for the eta of this model's noise schedule"
             raise UserError(
-                expected, f"eta {eta}", "choose a number (bridge is that of schedule=decoupled)"
+                "a number from 0 to 1 for the eta of this model's noise schedule",
+                f"eta {eta}",
+                "choose a number (bridge is that of schedule=decoupled)",
             )
         # Only a process that names heun among its solvers has `heun_step`.
         self.process: Any = process
@@ -113,27 +112,24 @@ def steps_given_text(process: GaussianProcess) -> int:
     return 1 if process.sampling_start == 1.0 else 10
 
 
-def project_to_sphere(model: Model, x0: Tensor) -> Tensor:
-    """Project model-space latents [..., D] to those whose raw form has norm 1."""
-    raw = model.unscale_latents(x0)
-    return model.scale_latents(raw / raw.norm(dim=-1, keepdim=True).clamp_min(1e-12))
-
-
-def clamp_latents(model: Model, x0: Tensor, bound: float) -> Tensor:
-    """Clamp model-space latents [..., D] to those whose raw form lies in [-bound, bound]."""
-    return model.scale_latents(model.unscale_latents(x0).clamp(-bound, bound))
-
-
 def estimate_rule(
     model: Model, renormalize: bool, clamp: float | None
 ) -> Callable[[Tensor], Tensor] | None:
-    """Return the function that samplers apply to every x0 estimate but the last; None: none."""
-    rules: list[Callable[[Tensor], Tensor]] = []
-    if renormalize:
-        rules.append(partial(project_to_sphere, model))
-    if clamp is not None:
-        rules.append(partial(clamp_latents, model, bound=clamp))
-    return (lambda x0: reduce(lambda x, rule: rule(x), rules, x0)) if rules else None
+    """Return the function that samplers apply to every x0 estimate [..., D] but the last: to norm
+    1, or into [-clamp, clamp], in the encoder's space; None: none.
+    """
+    if not renormalize and clamp is None:
+        return None
+
+    def rule(x0: Tensor) -> Tensor:
+        raw = model.unscale_latents(x0)
+        if renormalize:
+            raw = raw / raw.norm(dim=-1, keepdim=True).clamp_min(1e-12)
+        if clamp is not None:
+            raw = raw.clamp(-clamp, clamp)
+        return model.scale_latents(raw)
+
+    return rule
 
 
 def raw_latents(model: Model, z: Tensor, clamp: float | None, unit: bool) -> Tensor:

@@ -18,7 +18,7 @@ from mmldlm.models.base import EncodedLatent, LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.decoding import DecodingState, check_finite, outside_nucleus, predict_lengths
 from mmldlm.sampling.model import Model, device_of
-from mmldlm.sampling.records import Recorder, TextSamples, keeping_finished, report_changes
+from mmldlm.sampling.records import Recorder, TextSamples, keeping_finished
 from mmldlm.sampling.settings import check_nucleus
 from mmldlm.utils.counter_rng import Stream, uniforms
 
@@ -93,7 +93,7 @@ class _Denoiser:
             assert self.recorded is not None
             logits = self.recorded if chosen is None else self.recorded[chosen]
             places = positions if chosen is None else positions[chosen]
-            report_changes(self.recorder, self.samples, before, after, places, logits)
+            self.recorder.add(self.samples, before, after, places, logits)
 
 
 def _shaped(logits: Tensor, temperature: float, top_p: float) -> Tensor:
@@ -159,7 +159,7 @@ def sample_by_posterior(
     count = len(latents) if latents is not None else num_samples
     assert count is not None, "num_samples is needed without latents"
     if lengths is None:
-        lengths = predict_lengths(model, latents, count, None, seed)
+        lengths = predict_lengths(model, latents, count, seed)
     batches = list(token_budget_batches(lengths.tolist(), batch_tokens))
     samples = TextSamples([[] for _ in range(count)], lengths, 0, torch.zeros_like(lengths))
     with keeping_finished(samples) as finished:

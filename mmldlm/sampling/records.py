@@ -1,14 +1,12 @@
-"""What sampling returns and shows: texts with their costs, what each pass did, and its trace."""
+"""What sampling returns and shows: texts with their costs, and the trace of their passes."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from mmldlm.sampling.settings import MAX_TRACED_TEXTS
@@ -76,94 +74,14 @@ def keeping_finished(result: Any) -> Iterator[list[int]]:
         raise SamplingInterrupted(sorted(finished), result) from interrupt
 
 
-@dataclass(frozen=True)
-class TextPass:
-    """One pass over R texts, which filled N positions.
-
-    Probabilities are those of the model given what stood before (at temperature 1, without
-    guidance and penalties).
-
-    Attributes:
-        samples: Indices of the texts. [R] int64
-        before, after: Tokens before and after the pass, padded. [R, S] int64
-        rows: The text of each filled position, of R. [N] int64
-        positions: Its position in the text. [N] int64
-        log_probabilities: Log-probability of the token that was written; NaN for a state that is
-            not a token. [N] fp32
-        top_tokens: The most probable tokens there, the best first. [N, K] int64
-        top_log_probabilities: Their log-probabilities. [N, K] fp32
-    """
-
-    samples: Tensor
-    before: Tensor
-    after: Tensor
-    rows: Tensor
-    positions: Tensor
-    log_probabilities: Tensor
-    top_tokens: Tensor
-    top_log_probabilities: Tensor
-
-
-@dataclass(frozen=True)
-class Recorder:
-    """What to do after every pass.
-
-    Attributes:
-        on_pass: Function of the pass.
-        num_candidates: Number K of the most probable tokens of each filled position.
-    """
-
-    on_pass: Callable[[TextPass], None]
-    num_candidates: int = 0
-
-
-def report_changes(
-    recorder: Recorder,
-    samples: Sequence[int],
-    before: Tensor,
-    after: Tensor,
-    positions: Tensor,
-    logits: Tensor,
-) -> None:
-    """Report a pass of a sampler that has no strategy: what it filled is the difference of two
-    states.
-
-    Args:
-        samples: Indices of the B texts.
-        before, after: Tokens before and after the pass. [B, S] int64
-        positions: Positions in B * S that the pass could change. [M] int64
-        logits: Logits of the model there. [M, V]
-    """
-    width, vocab_size = before.shape[1], logits.shape[1]
-    rows, row_index = torch.unique(positions // width, return_inverse=True)
-    changed = (after.flatten()[positions] != before.flatten()[positions]).nonzero()[:, 0]
-    positions = positions[changed]
-    row_index = row_index[changed]
-    log_probs = logits[changed].float().log_softmax(-1)
-    tokens = after.flatten()[positions]
-    token_log_probs = log_probs.gather(1, tokens.clamp_max(vocab_size - 1)[:, None])[:, 0]
-    token_log_probs = token_log_probs.masked_fill(tokens >= vocab_size, float("nan"))
-    top, top_tokens = log_probs.topk(recorder.num_candidates, dim=-1)
-    indices = torch.tensor(samples)[rows.cpu()]
-    recorder.on_pass(
-        TextPass(
-            indices,
-            before[rows],
-            after[rows],
-            row_index,
-            positions % width,
-            token_log_probs,
-            top_tokens,
-            top,
-        )
-    )
-
-
 NUM_CANDIDATES = 5
 
 
 class Write(NamedTuple):
     """One position that a pass changed.
+
+    Probabilities are those of the model given what stood before (at temperature 1, without
+    guidance and penalties).
 
     Attributes:
         position: Position in the text, from 0.
@@ -178,84 +96,84 @@ class Write(NamedTuple):
     candidates: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass
-class TextTrace:
-    """What every pass wrote into one text; passes that did not read the text are left out."""
-
-    passes: list[list[Write]] = field(default_factory=list)
-
-    def replay(self, length: int, num_passes: int | None = None) -> list[int | None]:
-        """Return the ids after the first passes (None: all) of a text of `length` positions; None:
-        [MASK].
-        """
-        ids: list[int | None] = [None] * length
-        for writes in self.passes[:num_passes]:
-            for write in writes:
-                ids[write.position] = write.token
-        return ids
+TextTrace = list[list[Write]]
+"""What every pass wrote into one text; passes that did not read the text are left out."""
 
 
-class TraceRecorder:
-    """Keep the traces of the first texts of a sampler's call, which gets `recorder`.
+class Recorder:
+    """Keep the traces of the first MAX_TRACED_TEXTS texts of a sampler's call, which calls `add`
+    after every pass.
 
     A sampler that changes tokens again, or masks them again, is recorded like any other.
 
     Args:
         mask_token_id: Id of [MASK].
-        max_texts: Index from which on texts are left out.
 
     Attributes:
         texts: Traces by the index of their sample.
         starts_masked: Whether the texts started as [MASK]; else their positions came one by one.
     """
 
-    def __init__(self, mask_token_id: int, max_texts: int = MAX_TRACED_TEXTS):
-        self.mask_token_id, self.max_texts = mask_token_id, max_texts
+    def __init__(self, mask_token_id: int):
+        self.mask_token_id = mask_token_id
         self.texts: dict[int, TextTrace] = {}
         self.starts_masked = True
         # What stood after the last pass over a text.
         self._last: dict[int, Tensor] = {}
 
-    @property
-    def recorder(self) -> Recorder:
-        """What the sampler calls after every pass."""
-        return Recorder(self.add, NUM_CANDIDATES)
+    def add(
+        self,
+        samples: Sequence[int],
+        before: Tensor,
+        after: Tensor,
+        positions: Tensor,
+        logits: Tensor,
+    ) -> None:
+        """Record a pass: what it filled is the difference of two states.
 
-    def add(self, text_pass: TextPass) -> None:
-        """Record a pass."""
-        if not self.texts and len(text_pass.samples):
-            self.starts_masked = bool((text_pass.before == self.mask_token_id).any())
-        for row, index in enumerate(text_pass.samples.tolist()):
-            if index < self.max_texts:
-                after, last = text_pass.after[row], self._last.get(index, text_pass.before[row])
+        Args:
+            samples: Indices of the B texts.
+            before, after: Tokens before and after the pass, padded. [B, S] int64
+            positions: Positions in B * S that the pass could change. [M] int64
+            logits: Logits of the model there, without penalties. [M, V]
+        """
+        width, mask = before.shape[1], self.mask_token_id
+        owners = (positions // width).unique().tolist()
+        if not self.texts and owners:
+            self.starts_masked = bool((before[owners] == mask).any())
+        writes: dict[int, list[Write]] = {}
+        for row in owners:
+            if (index := samples[row]) < MAX_TRACED_TEXTS:
                 # A sampler may also mask tokens again between two passes over a text.
-                masked_again = (after == self.mask_token_id) & (last != self.mask_token_id)
-                self._last[index] = after
-                masks = [
-                    Write(position, None) for position in masked_again.nonzero()[:, 0].tolist()
-                ]
-                words = [
-                    write for write in _writes(text_pass, row) if write.token != self.mask_token_id
-                ]
-                self.texts.setdefault(index, TextTrace()).passes.append(sorted(masks + words))
+                last = self._last.get(index, before[row])
+                masked_again = ((after[row] == mask) & (last != mask)).nonzero()[:, 0]
+                writes[row] = [Write(position, None) for position in masked_again.tolist()]
+                self._last[index] = after[row]
+        for position, write in _filled(before, after, positions, logits):
+            if position // width in writes and write.token != mask:
+                writes[position // width].append(write)
+        for row, found in writes.items():
+            self.texts.setdefault(samples[row], []).append(sorted(found))
 
 
-def _writes(text_pass: TextPass, row: int) -> list[Write]:
-    """Return what a pass wrote into one of its texts."""
-    filled = (text_pass.rows == row).nonzero()[:, 0]
-    positions = text_pass.positions[filled]
-    return [
-        Write(
+def _filled(
+    before: Tensor, after: Tensor, positions: Tensor, logits: Tensor
+) -> Iterator[tuple[int, Write]]:
+    """Yield each position in B * S that changed, and what was written there (`Recorder.add`)."""
+    changed = (after.flatten()[positions] != before.flatten()[positions]).nonzero()[:, 0]
+    positions, probabilities = positions[changed], logits[changed].float().softmax(-1)
+    tokens, num_tokens = after.flatten()[positions], logits.shape[1]
+    # A state that is not a token has no probability.
+    own = probabilities.gather(1, tokens.clamp_max(num_tokens - 1)[:, None])[:, 0]
+    top, candidates = probabilities.topk(NUM_CANDIDATES, dim=-1)
+    columns = (positions, tokens, own, candidates, top)
+    for position, token, probability, ids, values in zip(*(part.tolist() for part in columns)):
+        yield (
             position,
-            token,
-            None if math.isnan(log_probability) else math.exp(log_probability),
-            tuple((id, p) for id, p in zip(ids, probabilities) if p > 0),
+            Write(
+                position % before.shape[1],
+                token,
+                probability if token < num_tokens else None,
+                tuple((id, value) for id, value in zip(ids, values) if value > 0),
+            ),
         )
-        for position, token, log_probability, ids, probabilities in zip(
-            positions.tolist(),
-            text_pass.after[row, positions].tolist(),
-            text_pass.log_probabilities[filled].tolist(),
-            text_pass.top_tokens[filled].tolist(),
-            text_pass.top_log_probabilities[filled].exp().tolist(),
-        )
-    ]

@@ -21,8 +21,8 @@ REMOVED_SAMPLERS = (
 )  # fmt: skip
 """Names that are gone."""
 REMOVED_OPTIONS = (
-    "schedule", "factor", "delta", "gamma", "remask", "remask-eta", "num-lengths",
-    "critic-rounds", "critic-share",
+    "--schedule", "--factor", "--delta", "--gamma", "--remask", "--remask-eta", "--num-lengths",
+    "--critic-rounds", "--critic-share",
 )  # fmt: skip
 """Options of `mmldlm sample` that are gone."""
 
@@ -140,11 +140,6 @@ class ThresholdSettings(RankedSettings):
 
 
 @dataclass(frozen=True)
-class AncestralSettings(StepSettings):
-    """The sampler `ancestral` of masked diffusion."""
-
-
-@dataclass(frozen=True)
 class ScheduledSettings(StepSettings):
     """The sampler `scheduled`."""
 
@@ -163,7 +158,7 @@ class BeamSettings(Settings):
 MASKED_SAMPLERS: dict[str, type[Settings]] = {
     "confidence": ConfidenceSettings,
     "threshold": ThresholdSettings,
-    "ancestral": AncestralSettings,
+    "ancestral": StepSettings,
     "scheduled": ScheduledSettings,
 }
 """Samplers of masked diffusion (`sampling/strategies.py`)."""

@@ -16,12 +16,12 @@ from torch import Tensor
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import UserError
 from mmldlm.sampling.decoding import DecodingState, draw_tokens, top_log_probability
-from mmldlm.sampling.records import Recorder, TextPass
+from mmldlm.sampling.records import Recorder
 from mmldlm.sampling.settings import (
-    AncestralSettings,
     ConfidenceSettings,
     DrawSettings,
     ScheduledSettings,
+    StepSettings,
     ThresholdSettings,
     check_nucleus,
 )
@@ -85,8 +85,7 @@ class TextStrategy(ABC):
         self.state, self.diffusion, self.draw = state, diffusion, draw
         self.settings: Any = self.resolve(options or {})
         self.shared_schedule = shared_schedule
-        if shared_schedule and "num_steps" not in self.reads():
-            raise ValueError(f"{type(self).__name__} has no schedule that texts could share")
+        assert not shared_schedule or "num_steps" in self.reads(), "no schedule to share"
         self.temperature = (
             self.default_temperature if draw.temperature is None else draw.temperature
         )
@@ -159,10 +158,6 @@ class TextStrategy(ABC):
     def prepare(self, positions: Tensor, logits: Tensor) -> None:
         """Apply the presence penalty and exclude special tokens, in place: logits [M, V]."""
         self.add_to_present(positions, logits, -self.draw.presence_penalty)
-        self.exclude(logits)
-
-    def exclude(self, logits: Tensor) -> None:
-        """Exclude special tokens, in place: logits [M, V]."""
         self.state.exclude_special_tokens(logits)
 
     def add_to_present(self, positions: Tensor, logits: Tensor, nats: float) -> None:
@@ -220,9 +215,9 @@ class Observer:
     """
 
     def __init__(self, state: DecodingState, indices: Sequence[int], recorder: Recorder | None):
-        self.indices, self.recorder = torch.tensor(indices), recorder
+        self.indices, self.recorder = indices, recorder
         self.log_probabilities = torch.zeros(state.tokens.shape, device=state.tokens.device)
-        self._pass: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None = None
+        self._pass: tuple[Tensor, Tensor, Tensor] | None = None
 
     def before(
         self, strategy: TextStrategy, positions: Tensor, logits: Tensor, tokens: Tensor
@@ -233,34 +228,17 @@ class Observer:
         if strategy.draw.presence_penalty:
             logits = logits.clone()
             strategy.add_to_present(positions, logits, strategy.draw.presence_penalty)
-        log_probs = logits.log_softmax(-1)
-        token_log_probs = log_probs.gather(1, tokens[:, None])[:, 0]
-        self.log_probabilities.view(-1)[positions] = token_log_probs.float()
-        if self.recorder is not None:
-            top, top_tokens = log_probs.topk(self.recorder.num_candidates, dim=-1)
-            self._pass = strategy.state.tokens.clone(), positions, token_log_probs, top_tokens, top
+        log_probs = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+        self.log_probabilities.view(-1)[positions] = log_probs.float()
+        self._pass = strategy.state.tokens.clone(), positions, logits
 
     def after(self, strategy: TextStrategy) -> None:
         """Report the pass."""
-        if self.recorder is None:
-            return
-        assert self._pass is not None
-        before, positions, token_log_probs, top_tokens, top = self._pass
-        width = before.shape[1]
-        rows, row_index = torch.unique(positions // width, return_inverse=True)
-        samples, after = self.indices[rows.cpu()], strategy.state.tokens[rows]
-        self.recorder.on_pass(
-            TextPass(
-                samples,
-                before[rows],
-                after,
-                row_index,
-                positions % width,
-                token_log_probs,
-                top_tokens,
-                top,
-            )
-        )
+        if self.recorder is not None:
+            assert self._pass is not None
+            before, positions, logits = self._pass
+            after = strategy.state.tokens
+            self.recorder.add(self.indices, before, after, positions, logits)
 
 
 class RankedStrategy(TextStrategy):
@@ -426,7 +404,7 @@ class AncestralStrategy(RandomOrderStrategy):
     A position masked at t stays masked at s with probability (1 - alpha_s) / (1 - alpha_t).
     """
 
-    settings_class = AncestralSettings
+    settings_class = StepSettings
 
     def _steps(self, uniform: Tensor) -> Tensor:
         steps = self.settings.num_steps
@@ -465,14 +443,3 @@ STRATEGIES: dict[str, type[TextStrategy]] = {
     "ancestral": AncestralStrategy,
     "scheduled": ScheduledStrategy,
 }
-
-
-def strategy_class(name: str) -> type[TextStrategy]:
-    """Return the strategy of a name.
-
-    Raises:
-        ValueError: unknown name.
-    """
-    if name not in STRATEGIES:
-        raise ValueError(f"sampler {name!r}: expected one of {', '.join(STRATEGIES)}")
-    return STRATEGIES[name]

@@ -23,7 +23,7 @@ from mmldlm.sampling.decoding import (
 from mmldlm.sampling.model import Model, device_of, rows_of_latents
 from mmldlm.sampling.records import Recorder, TextSamples, finished_part, keeping_finished
 from mmldlm.sampling.settings import STRATEGY_OPTIONS, DrawSettings
-from mmldlm.sampling.strategies import Observer, TextStrategy, strategy_class
+from mmldlm.sampling.strategies import STRATEGIES, Observer, TextStrategy
 from mmldlm.utils.counter_rng import Stream, normals, uniforms
 
 
@@ -36,6 +36,7 @@ class Denoiser:
             latents.
 
     Attributes:
+        encoded: Encoded latents; None: the null condition.
         num_rows: Texts computed so far, summed over the passes.
         num_scored: Positions whose logits were computed.
     """
@@ -48,11 +49,6 @@ class Denoiser:
         elif latents is not None:
             scaled = model.scale_latents(latents.to(device_of(model)))
             self.encoded = model.encode_latents(LatentInputs(scaled), caches=True)
-
-    @property
-    def has_latents(self) -> bool:
-        """Whether there is a condition."""
-        return self.encoded is not None
 
     def __call__(
         self, state: DecodingState, timesteps: Tensor, positions: Tensor, *, null: bool = False
@@ -81,23 +77,6 @@ class Denoiser:
         return self.model(text, encoded, query).text.logits
 
 
-def noised_latents(
-    model: Model,
-    latents: Tensor,
-    indices: Sequence[int],
-    timestep: float,
-    diffusion: GaussianProcess,
-    seed: int,
-) -> tuple[Tensor, Tensor]:
-    """Return latents in model space, noised to one timestep, and that timestep [B]; the noise
-    belongs to the index.
-    """
-    scaled = model.scale_latents(latents.to(device_of(model)))
-    times = torch.full((len(scaled),), timestep, device=scaled.device)
-    noise = normals(seed, Stream.CONDITION, indices, tuple(scaled.shape[1:])).to(scaled.device)
-    return diffusion.add_noise(scaled, noise, times), times
-
-
 def start_decoding(
     name: str,
     model: Model,
@@ -122,7 +101,6 @@ def start_decoding(
         shared_schedule: Whether all texts take all steps.
 
     Raises:
-        ValueError: unknown strategy.
         UserError: an option that it does not read, or out of range.
     """
     config, device = model.config, device_of(model)
@@ -134,7 +112,7 @@ def start_decoding(
         eos_token_id=config.eos_token_id,
         drafts=None if drafts is None else drafts.to(device),
     )
-    return strategy_class(name)(
+    return STRATEGIES[name](
         state,
         diffusion=diffusion,
         uniform=uniforms(seed, Stream.TEXT, indices, (2, config.max_seq_len)),
@@ -153,7 +131,6 @@ def sample_text(
     steps: int | None = None,
     num_samples: int | None = None,
     lengths: Tensor | None = None,
-    length_rule: str | None = None,
     drafts: Tensor | None = None,
     sampler: str = "confidence",
     sampler_options: Mapping[str, Any] | None = None,
@@ -177,7 +154,6 @@ def sample_text(
         diffusion: Masking process of training.
         steps: Number of steps, the sampler's option num_steps; None: its default.
         lengths: Lengths with EOS, [N] int64; None predicts them with the model's length head.
-        length_rule: Rule of `predict_lengths`.
         drafts: Tokens that stand from the start, [MASK] where one is to be written; only with
             lengths. [N, >= longest] int64
         sampler: Name of a strategy.
@@ -202,7 +178,6 @@ def sample_text(
     Raises:
         MmldlmError: NaN logits.
         SamplingInterrupted: an interrupt after the first batch.
-        ValueError: unknown sampler or length rule.
         UserError: an option that the sampler does not read, or out of range; distinct under
             guidance.
     """
@@ -215,10 +190,12 @@ def sample_text(
             "omit one of them",
         )
     if lengths is None:
-        lengths = predict_lengths(model, latents, num_samples, length_rule, seed)
-    samples = _empty(lengths, with_log_probabilities)
+        lengths = predict_lengths(model, latents, num_samples, seed)
+    samples = TextSamples([[] for _ in lengths], lengths, 0, torch.zeros_like(lengths))
+    if with_log_probabilities:
+        samples.log_probabilities = [torch.empty(0) for _ in lengths]
     draw = DrawSettings(temperature, top_p, presence_penalty)
-    report = _Report(progress, int((lengths - 1).sum()))
+    written, total = 0, int((lengths - 1).sum())
     with keeping_finished(samples) as finished:
         num_rows = lengths + (0 if latents is None else rows_of_latents(model.config))
         for batch in token_budget_batches(num_rows.tolist(), batch_tokens):
@@ -238,53 +215,46 @@ def sample_text(
                 drafts=None if drafts is None else drafts[index],
             )
             denoiser = _denoiser(
-                model, latents, index, sample_indices, condition_timestep, latent_diffusion, seed
+                model,
+                None if latents is None else latents[index],
+                sample_indices,
+                condition_timestep,
+                latent_diffusion,
+                seed,
             )
             observer = (
                 Observer(strategy.state, sample_indices, recorder)
                 if recorder or with_log_probabilities
                 else None
             )
-            _write_batch(denoiser, strategy, guidance, observer, report)
+            while len(positions := strategy.positions()):
+                take_pass(denoiser, strategy, positions, guidance, observer)
+                if progress is not None:
+                    progress(written + strategy.state.num_written(), total)
+            written += strategy.state.num_written()
             _collect(samples, index, strategy, denoiser, observer)
             finished += batch.tolist()
     return samples
 
 
 def _denoiser(
-    model: Model, latents: Tensor | None, index: Tensor, own: list[int], timestep: float,
-    diffusion: GaussianProcess | None, seed: int,
-) -> Denoiser:  # fmt: skip
-    """Return the denoiser of a batch, its latents noised to a timestep."""
+    model: Model,
+    latents: Tensor | None,
+    indices: Sequence[int],
+    timestep: float,
+    diffusion: GaussianProcess | None,
+    seed: int,
+) -> Denoiser:
+    """Return the denoiser of a batch, its latents noised to a timestep; the noise belongs to the
+    index of a sample.
+    """
     if latents is None or timestep == 0:
-        return Denoiser(model, None if latents is None else latents[index])
+        return Denoiser(model, latents)
     assert diffusion is not None
-    return Denoiser(model, *noised_latents(model, latents[index], own, timestep, diffusion, seed))
-
-
-class _Report:
-    """Report to a callback how many tokens are written of all texts."""
-
-    def __init__(self, progress: Callable[[int, int], None] | None, total: int):
-        self.progress, self.total, self.earlier = progress, total, 0
-
-    def __call__(self, state: DecodingState) -> None:
-        if self.progress is not None:
-            words = state.real & ~state.is_last
-            self.progress(self.earlier + int((words & ~state.undecided).sum()), self.total)
-
-
-def _write_batch(
-    denoiser: Denoiser,
-    strategy: TextStrategy,
-    guidance: float,
-    observer: Observer | None,
-    report: _Report,
-) -> None:
-    while len(positions := strategy.positions()):
-        take_pass(denoiser, strategy, positions, guidance, observer)
-        report(strategy.state)
-    report.earlier += int((strategy.state.lengths - 1).sum())
+    scaled = model.scale_latents(latents.to(device_of(model)))
+    times = torch.full((len(scaled),), timestep, device=scaled.device)
+    noise = normals(seed, Stream.CONDITION, indices, tuple(scaled.shape[1:])).to(scaled.device)
+    return Denoiser(model, diffusion.add_noise(scaled, noise, times), times)
 
 
 def take_pass(
@@ -306,21 +276,13 @@ def take_pass(
     if len(chosen) < len(positions):
         positions, logits = positions[chosen], logits[chosen]
     guided = None
-    if guidance != 1.0 and denoiser.has_latents:
+    if guidance != 1.0 and denoiser.encoded is not None:
         null = denoiser(state, timesteps, positions, null=True)
         strategy.prepare(positions, null)
         guided = null + guidance * (logits - null)
         # Logits that were -inf in both became NaN.
-        strategy.exclude(guided)
+        state.exclude_special_tokens(guided)
     strategy.write(positions, logits, observer, guided)
-
-
-def _empty(lengths: Tensor, with_log_probabilities: bool) -> TextSamples:
-    """Return the result of N texts, which `_collect` fills in."""
-    samples = TextSamples([[] for _ in lengths], lengths, 0, torch.zeros_like(lengths))
-    if with_log_probabilities:
-        samples.log_probabilities = [torch.empty(0) for _ in lengths]
-    return samples
 
 
 def _collect(

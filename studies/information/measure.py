@@ -16,7 +16,7 @@ from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.evaluation.sentences import Log, batch_budget, choose_sentences
 from mmldlm.evaluation.statistics import mean, ratio
-from mmldlm.sampling.strategies import strategy_class
+from mmldlm.sampling.strategies import STRATEGIES
 from mmldlm.tasks.text_task import MaskedTextTask, Pretrained
 from studies.information.curve import InformationCurve, TextCurves, text_curves
 from studies.information.report import InformationReport, SamplerRow, ScheduleRow
@@ -140,7 +140,7 @@ def checked_samplers(pretrained: Pretrained, names: Sequence[str] | None) -> lis
     """
     kind = "l2t" if pretrained.reads_latents else "unconditional"
     known = pretrained.task.samplers[kind]
-    classes = {name: strategy_class(name) for name in known}
+    classes = {name: STRATEGIES[name] for name in known}
     deterministic = [name for name, found in classes.items() if found.deterministic_order]
     if names is None:
         return deterministic[:1]
@@ -180,7 +180,7 @@ def sampler_rows(
     condition = "null" if latents is None else "right"
     every = model.config.max_seq_len
     steps: tuple[int | None, ...] = (None,)
-    if "num_steps" in strategy_class(sampler).reads():
+    if "num_steps" in STRATEGIES[sampler].reads():
         steps = (*(number for number in PASSES if number < every), every)
     for number in steps:
         words = "" if number is None else f" in at most {number} passes"

@@ -29,9 +29,8 @@ def test_the_nearest_training_sentence_is_that_of_a_search_by_hand(
     cosines = (
         queries @ keys.T / np.linalg.norm(queries, axis=1)[:, None] / np.linalg.norm(keys, axis=1)
     )
-    for blocks in ((1024, 4096), (4, 7)):
-        monkeypatch.setattr(floors, "_QUERIES", blocks[0])
-        monkeypatch.setattr(floors, "_ROWS", blocks[1])
+    for block in (1 << 22, 13 * 7):
+        monkeypatch.setattr(floors, "_BLOCK", block)
         found = nearest_training_sentences(train, latents)
         assert found.num_compared == 50
         assert (found.rows == cosines.argmax(1)).all()
@@ -39,9 +38,10 @@ def test_the_nearest_training_sentence_is_that_of_a_search_by_hand(
     assert found.rows[3] == 41 and found.cosines[3] == pytest.approx(1, abs=1e-6)
 
 
-def test_of_a_large_split_only_some_rows_are_compared(make, tmp_path):
+def test_of_a_large_split_only_some_rows_are_compared(make, tmp_path, monkeypatch):
     train = Store(make.store(tmp_path, 4, num_train=500), "train")
-    found = nearest_training_sentences(train, train.get([2, 490]).latents, limit=64)
+    monkeypatch.setattr(floors, "MAX_COMPARED", 64)
+    found = nearest_training_sentences(train, train.get([2, 490]).latents)
     assert 64 <= found.num_compared < 500
 
 

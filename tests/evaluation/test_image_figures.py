@@ -148,5 +148,5 @@ def test_a_report_of_images_made_without_guidance_judges_them():
     report = ImageReport(conditions, arms | controls, [])
     assert "75% of the images made from captions" in report.verdict
     assert "t2i_recall_at_5" in report.claims[0].values()
-    (table,) = report.tables()
-    assert [heading for heading, _ in table.columns] == ["guidance 1", "untrained"]
+    table, _ = report.tables()
+    assert [column.heading for column in table.columns] == ["figure", "guidance 1", "untrained"]

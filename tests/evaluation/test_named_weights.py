@@ -77,8 +77,8 @@ def test_identical_sets_are_at_no_distance(torchmetrics, count, width):
 
 
 def test_kid_is_unbiased_and_sees_a_shift(torchmetrics):
-    found = [kid(normal(20, 4, 2 * seed), normal(20, 4, 2 * seed + 1)) for seed in range(400)]
-    assert abs(np.mean(found)) < 3 * np.std(found) / np.sqrt(400)
+    found = [kid(normal(20, 4, 2 * seed), normal(20, 4, 2 * seed + 1)) for seed in range(200)]
+    assert abs(np.mean(found)) < 3 * np.std(found) / np.sqrt(200)
     assert kid(normal(200, 4, 0), normal(200, 4, 1, shift=1.0)) > 0.5
 
 
@@ -98,7 +98,7 @@ def test_kid_against_its_sum(torchmetrics):
 def test_standard_errors_are_those_of_other_draws(torchmetrics):
     found = [
         distance_estimates(normal(200, 3, 2 * s, 1.5), normal(200, 3, 2 * s + 1), s)
-        for s in range(60)
+        for s in range(30)
     ]
     for name in ("fid", "kid"):
         spread = np.std([estimates[name].value for estimates in found], ddof=1)
@@ -154,14 +154,13 @@ def test_a_clip_model_with_nan_weights_is_refused(tmp_path):
 
 def test_folders_that_are_no_clip_model(tmp_path):
     good = save_clip(tmp_path / "good")
-    with pytest.raises(UserError, match="without config.json"):
+    with pytest.raises(UserError, match="no such folder"):
         ClipScorer(str(tmp_path / "absent"), CPU)
-    for name, change in (("bert", {"model_type": "bert"}), ("wider", {"projection_dim": 12})):
-        other = shutil.copytree(good, tmp_path / name)
-        values = json.loads((other / "config.json").read_text()) | change
-        (other / "config.json").write_text(json.dumps(values))
-        with pytest.raises(UserError, match="--clip FOLDER"):
-            ClipScorer(str(other), CPU)
+    other = shutil.copytree(good, tmp_path / "wider")
+    values = json.loads((other / "config.json").read_text()) | {"projection_dim": 12}
+    (other / "config.json").write_text(json.dumps(values))
+    with pytest.raises(UserError, match="--clip FOLDER"):
+        ClipScorer(str(other), CPU)
     for missing in ("model.safetensors", "processor_config.json"):
         other = shutil.copytree(good, tmp_path / missing)
         (other / missing).unlink()

@@ -122,7 +122,7 @@ def test_differences_are_paired_and_sources_apart(capsys, monkeypatch):
     assert set(report.as_dict()["details"]) == {*arms, "differences", "by_source"}
     report.show()
     shown = capsys.readouterr().out
-    assert "model - TF-IDF" in shown and "headlines" in shown
+    assert "model - tf idf" in shown and "headlines" in shown
 
 
 def test_without_the_encoder_a_note_stands_for_the_ceiling(pretrained, monkeypatch, capsys):

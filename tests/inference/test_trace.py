@@ -21,11 +21,9 @@ from mmldlm.sampling.joint import sample_joint
 from mmldlm.sampling.posterior import sample_by_posterior
 from mmldlm.sampling.records import (
     NUM_CANDIDATES,
-    TextTrace,
-    TraceRecorder,
+    Recorder,
     Write,
 )
-from mmldlm.sampling.settings import MAX_TRACED_TEXTS
 from mmldlm.sampling.strategies import STRATEGIES
 from mmldlm.sampling.text import sample_text
 from mmldlm.tasks.registry import build_config
@@ -64,14 +62,16 @@ def plain_model(task: str) -> PlainTransformer:
     return model.eval()
 
 
-def check_replay(trace: TraceRecorder, samples) -> None:
+def check_replay(trace: Recorder, samples) -> None:
     """Every recorded pass wrote what the samples hold."""
     for index, ids in enumerate(samples.tokens):
-        assert trace.texts.get(index, TextTrace()).replay(len(ids) + 1)[: len(ids)] == ids
+        found = dict.fromkeys(range(len(ids)))
+        found |= {write.position: write.token for write in writes_of(trace, index)}
+        assert [found[position] for position in range(len(ids))] == ids
 
 
-def writes_of(trace: TraceRecorder, index: int) -> list[Write]:
-    return [write for written in trace.texts[index].passes for write in written]
+def writes_of(trace: Recorder, index: int) -> list[Write]:
+    return [write for written in trace.texts.get(index, []) for write in written]
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -86,9 +86,9 @@ def test_the_trace_of_a_strategy_is_its_text(pretrained, latents, name, guidance
     )
     if "num_steps" in STRATEGIES[name].reads():
         options["steps"] = 6
-    trace = TraceRecorder(pretrained.model.config.mask_token_id)
+    trace = Recorder(pretrained.model.config.mask_token_id)
     samples = sample_text(
-        pretrained.model, latents, recorder=trace.recorder, with_log_probabilities=True, **options
+        pretrained.model, latents, recorder=trace, with_log_probabilities=True, **options
     )
     check_replay(trace, samples)
     assert (
@@ -114,12 +114,13 @@ def test_the_trace_of_a_strategy_is_its_text(pretrained, latents, name, guidance
     )
 
 
-def test_texts_and_embeddings_together(pretrained):
-    trace = TraceRecorder(pretrained.model.config.mask_token_id, max_texts=3)
+def test_texts_and_embeddings_together(pretrained, monkeypatch):
+    monkeypatch.setattr("mmldlm.sampling.records.MAX_TRACED_TEXTS", 3)
+    trace = Recorder(pretrained.model.config.mask_token_id)
     processes = dict(
         text_diffusion=pretrained.text_diffusion, latent_diffusion=pretrained.latent_diffusion
     )
-    samples, _ = sample_joint(pretrained.model, 4, steps=5, recorder=trace.recorder, **processes)
+    samples, _ = sample_joint(pretrained.model, 4, steps=5, recorder=trace, **processes)
     assert set(trace.texts) <= {0, 1, 2}
     samples.tokens = samples.tokens[:3]
     check_replay(trace, samples)
@@ -128,11 +129,9 @@ def test_texts_and_embeddings_together(pretrained):
 @pytest.mark.parametrize("name", PROCESSES)
 @pytest.mark.parametrize("corrects", [False, True])
 def test_the_trace_of_a_posterior_is_its_text(latents, name, corrects):
-    trace, model, options = TraceRecorder(MASK), plain_model("gidd"), {"num_steps": 6, "seed": 4}
+    trace, model, options = Recorder(MASK), plain_model("gidd"), {"num_steps": 6, "seed": 4}
     options |= {"lengths": torch.tensor([1, 2, 9, 5, 6]), "corrects": corrects, "temperature": 0.7}
-    samples = sample_by_posterior(
-        model, latents, PROCESSES[name], recorder=trace.recorder, **options
-    )
+    samples = sample_by_posterior(model, latents, PROCESSES[name], recorder=trace, **options)
     check_replay(trace, samples)
     assert sample_by_posterior(model, latents, PROCESSES[name], **options).tokens == samples.tokens
     writes = [write for index in range(1, 5) for write in writes_of(trace, index)]
@@ -145,22 +144,15 @@ def test_the_trace_of_a_posterior_is_its_text(latents, name, corrects):
 
 
 def test_the_trace_of_a_causal_model_grows_from_nothing(latents):
-    trace, model = TraceRecorder(MASK), plain_model("ar")
-    samples = write_texts(model, latents, sampler="ancestral", recorder=trace.recorder, seed=2)
+    trace, model = Recorder(MASK), plain_model("ar")
+    samples = write_texts(model, latents, sampler="ancestral", recorder=trace, seed=2)
     check_replay(trace, samples)
     assert not trace.starts_masked and any(len(text) > 1 for text in samples.tokens)
     for index in range(len(latents)):
-        positions = [
-            [write.position for write in written] for written in trace.texts[index].passes
-        ]
+        positions = [[write.position for write in written] for written in trace.texts[index]]
         assert positions[: len(samples.tokens[index])] == [
             [i] for i in range(len(samples.tokens[index]))
         ]
-
-
-def test_a_text_that_masks_tokens_again_is_replayed():
-    trace = TextTrace([[Write(0, 7, 0.5), Write(1, 8, 0.5)], [Write(0, None)], [Write(0, 9, 0.9)]])
-    assert [trace.replay(2, k) for k in range(4)] == [[None, None], [7, 8], [None, 8], [9, 8]]
 
 
 def test_nothing_is_recorded_unasked(pretrained, latents, monkeypatch):
@@ -169,8 +161,7 @@ def test_nothing_is_recorded_unasked(pretrained, latents, monkeypatch):
 
     for name in ("text.Observer", "joint.Observer"):
         monkeypatch.setattr(f"mmldlm.sampling.{name}", fail)
-    for name in ("posterior.report_changes", "autoregressive.report_changes"):
-        monkeypatch.setattr(f"mmldlm.sampling.{name}", fail)
+    monkeypatch.setattr("mmldlm.sampling.records.Recorder.add", fail)
     sample_text(pretrained.model, latents, diffusion=pretrained.text_diffusion, steps=2)
     sample_by_posterior(plain_model("gidd"), latents, PROCESSES["gidd"], num_steps=2)
     write_texts(plain_model("ar"), latents)
@@ -230,7 +221,7 @@ def test_sample_writes_a_page_that_plays_to_its_samples(checkpoint, browser, tmp
         ("unconditional", "trace.txt", ".html"),
         ("unconditional", "old.html", "--overwrite"),
         ("t2l --text word1", "trace.html", "sample t2l"),
-        ("l2t --text word1 --search best_of", "trace.html", "--search best_of"),
+        ("l2t --text word1 --search best_of", "trace.html", "--search or --correct"),
     ],
 )
 def test_traces_that_cannot_be_written_are_refused_before_the_model_is_read(
@@ -262,17 +253,3 @@ def test_samplers_that_show_no_passes_are_refused(checkpoint, tmp_path, monkeypa
         run(*words, "--trace", tmp_path / "trace.html")
     assert error.value.exit_code == 2 and "add --sampler confidence" in str(error.value)
     assert not (tmp_path / "trace.html").exists()
-
-
-def test_texts_beyond_the_bound_are_left_out(pretrained):
-    trace = TraceRecorder(pretrained.model.config.mask_token_id)
-    sample_text(
-        pretrained.model,
-        None,
-        num_samples=MAX_TRACED_TEXTS + 3,
-        steps=1,
-        diffusion=pretrained.text_diffusion,
-        recorder=trace.recorder,
-        lengths=torch.full((MAX_TRACED_TEXTS + 3,), 3),
-    )
-    assert set(trace.texts) == set(range(MAX_TRACED_TEXTS))

@@ -11,7 +11,7 @@ from mmldlm.sampling.text import sample_lengths, sample_text
 
 def test_the_most_probable_lengths_come_with_their_probabilities(toys):
     model, latents = toys.Noisy(max_seq_len=12), torch.randn(7, 4)
-    lengths, scores = most_probable_lengths(model, latents, 12, batch_size=3)
+    lengths, scores = most_probable_lengths(model, latents, 12)
     assert bool((lengths.sort(1).values == torch.arange(1, 13)).all()) and bool(
         (scores.diff(dim=1) <= 0).all()
     )
@@ -54,4 +54,5 @@ def test_one_length_is_the_most_probable_one(toys):
     )
     options = {"diffusion": MaskedDiffusion(toys.MASK)}
     single = sample_lengths(model, latents, 1, **options)
-    assert single.tokens == sample_text(model, latents, length_rule="mode", **options).tokens
+    lengths = most_probable_lengths(model, latents, 1)[0][:, 0]
+    assert single.tokens == sample_text(model, latents, lengths=lengths, **options).tokens

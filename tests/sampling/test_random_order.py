@@ -8,12 +8,11 @@ import torch
 
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
-from mmldlm.sampling.records import Recorder
 from mmldlm.sampling.text import sample_text
 
 
 def write(toys, sampler, lengths, process="loglinear", **options):
-    seen = []
+    spy = toys.Spy()
     found = sample_text(
         toys.Noisy(max_seq_len=12),
         None,
@@ -22,11 +21,11 @@ def write(toys, sampler, lengths, process="loglinear", **options):
         sampler=sampler,
         diffusion=MaskedDiffusion(0, process),
         sampler_options=options,
-        recorder=Recorder(seen.append),
+        recorder=spy,
         seed=3,
         batch_tokens=10**6,
     )
-    return found, seen
+    return found, spy.seen
 
 
 def test_one_token_at_a_time_is_ancestral_sampling_in_many_steps_draw_for_draw(toys):

@@ -12,7 +12,6 @@ import torch
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.masked import SCHEDULES
 from mmldlm.errors import MmldlmError, UserError
-from mmldlm.sampling.records import Recorder
 from mmldlm.sampling.settings import (
     BY_CERTAINTY,
     BY_CHANCE,
@@ -136,26 +135,23 @@ def test_the_model_sees_only_pairs_of_state_and_time_of_training(toys, sampler, 
 def test_passes_and_log_probabilities_are_reported_and_each_position_is_written_once(
     toys, sampler
 ):
-    model, seen, indices = toys.Noisy(max_seq_len=12), [], (7, 3, 5, 0)
+    model, spy, indices = toys.Noisy(max_seq_len=12), toys.Spy(), (7, 3, 5, 0)
     lengths = torch.tensor([4, 9, 1, 12])
     options = {"num_samples": 4, "lengths": lengths, "indices": indices, "presence_penalty": 1.0}
-    found = write(
-        model, sampler, with_log_probabilities=True, recorder=Recorder(seen.append, 2), **options
-    )
+    found = write(model, sampler, with_log_probabilities=True, recorder=spy, **options)
     plain = write(model, sampler, **options)
     assert found.tokens == plain.tokens and found.passes.tolist() == plain.passes.tolist()
     assert found.passes[2] == 0 and found.num_rows == int(found.passes.sum())
     assert bool((found.passes <= lengths - 1).all())
     filled = {index: {} for index in indices}
-    for one in seen:
-        assert one.top_tokens.shape == (len(one.rows), 2)
-        for row, position, value in zip(
+    for one in spy.seen:
+        for row, position, log_probabilities in zip(
             one.rows.tolist(), one.positions.tolist(), one.log_probabilities.tolist()
         ):
             assert one.before[row, position] == toys.MASK
-            place, token = filled[int(one.samples[row])], int(one.after[row, position])
+            place, token = filled[one.samples[row]], int(one.after[row, position])
             assert position not in place
-            place[position] = token, value
+            place[position] = token, log_probabilities[token]
     for index, text, values in zip(indices, found.tokens, found.log_probabilities):
         assert [filled[index][place][0] for place in range(len(text))] == text
         assert [filled[index][place][1] for place in range(len(text))] == pytest.approx(
@@ -221,7 +217,7 @@ def test_guidance_does_not_choose_positions(toys):
             out[:, 0, 3], out[:, 1, 3] = (2.0, 1.0) if latents is not None else (2.0, -5.0)
             return out
 
-    seen = []
+    spy = toys.Spy()
     for guidance in (1.0, 3.0):
         sample_text(
             Two(),
@@ -230,9 +226,9 @@ def test_guidance_does_not_choose_positions(toys):
             diffusion=MaskedDiffusion(0),
             steps=2,
             guidance=guidance,
-            recorder=Recorder(lambda one: seen.append(one.positions.tolist())),
+            recorder=spy,
         )
-    assert seen == [[0], [1]] * 2
+    assert [one.positions.tolist() for one in spy.seen] == [[0], [1]] * 2
 
 
 @pytest.mark.parametrize(

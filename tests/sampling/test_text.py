@@ -19,7 +19,7 @@ from mmldlm.sampling.decoding import (
     draw_tokens,
 )
 from mmldlm.sampling.settings import DrawSettings
-from mmldlm.sampling.strategies import strategy_class
+from mmldlm.sampling.strategies import STRATEGIES
 from mmldlm.sampling.text import sample_text
 from tests.support.forward import encode
 
@@ -53,9 +53,7 @@ def strategy_of(toys, lengths, steps, sampler, schedule="loglinear", seed=0, **o
     ids = {"mask_token_id": toys.MASK, "eos_token_id": toys.EOS, "pad_token_id": toys.PAD}
     state = DecodingState(lengths, int(lengths.max()), **ids)
     options |= {"diffusion": MaskedDiffusion(toys.MASK, schedule), "uniform": uniform}
-    return strategy_class(sampler)(
-        state, draw=DrawSettings(), options={"num_steps": steps}, **options
-    )
+    return STRATEGIES[sampler](state, draw=DrawSettings(), options={"num_steps": steps}, **options)
 
 
 def run_strategy(strategy, steps, vocab=8):
@@ -216,14 +214,11 @@ def test_draws_follow_probabilities_and_never_take_what_has_none():
     assert draw_tokens(logits[:2], ends, 0.0).tolist() == [2, 2]
 
 
-def test_length_rules():
+def test_lengths_are_the_median_or_drawn():
     probability = torch.tensor([[0.1, 0.3, 0.2, 0.4], [0.0, 0.0, 1.0, 0.0]])
-    assert choose_lengths(probability.log(), "mode").tolist() == [4, 3]
-    assert choose_lengths(probability.log(), "median").tolist() == [3, 3]
+    assert choose_lengths(probability.log()).tolist() == [3, 3]
     uniform = torch.tensor([0.05, 1 - 2.0**-53], dtype=torch.float64)
-    assert choose_lengths(probability.log(), "sample", uniform).tolist() == [1, 3]
-    with pytest.raises(ValueError, match="length rule"):
-        choose_lengths(probability, "true")
+    assert choose_lengths(probability.log(), uniform).tolist() == [1, 3]
 
 
 def test_presence_penalty_takes_what_is_there_already_off_the_table():

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mmldlm.inference.options import SearchOptions
-from mmldlm.sampling.strategies import strategy_class
+from mmldlm.sampling.strategies import STRATEGIES
 from mmldlm.tasks.registry import find_task, load_config
 from studies.inversion import inversion
 from studies.inversion.arms import (
@@ -76,7 +76,7 @@ def test_every_way_is_one_that_its_task_has(way):
     options = {key: value for key, value in way.options.items() if key != "num_lengths"}
     assert not unread & options.keys() and options.keys() <= task.sampling_options
     if task.name != "ar":
-        strategy_class(way.sampler).resolve(options)
+        STRATEGIES[way.sampler].resolve(options)
 
 
 def reached(bleu, passes=10.0, cosine=0.5, f1=40.0, gflops=1.5):

@@ -169,9 +169,31 @@ class Enumerable(Toy):
         return float(((count - expected) ** 2 / expected).sum())
 
 
+class Spy:
+    """In the place of a `Recorder`: keeps what a sampler says of each pass. Rows are those of the
+    batch, positions those in the text.
+    """
+
+    def __init__(self):
+        self.seen = []
+
+    def add(self, samples, before, after, positions, logits):
+        rows, positions = positions // before.shape[1], positions % before.shape[1]
+        self.seen.append(
+            SimpleNamespace(
+                samples=samples,
+                before=before,
+                after=after.clone(),
+                rows=rows,
+                positions=positions,
+                log_probabilities=logits.log_softmax(-1),
+            )
+        )
+
+
 @pytest.fixture(scope="session")
 def toys():
-    kinds = {"Toy": Toy, "Perfect": Perfect, "Noisy": Noisy, "Enumerable": Enumerable}
+    kinds = {"Toy": Toy, "Perfect": Perfect, "Noisy": Noisy, "Enumerable": Enumerable, "Spy": Spy}
     return SimpleNamespace(**kinds, MASK=MASK, PAD=PAD, EOS=EOS)
 
 

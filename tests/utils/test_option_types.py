@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from mmldlm import cli
-from mmldlm.commands import RemovedOption, RenamedOption
+from mmldlm.commands import FormerOption
 from mmldlm.utils import option_types
 from tests.trials.test_config_values import OPTIONS
 
@@ -40,11 +40,12 @@ TEXTS = {
 def actions(verb: str) -> list[argparse.Action]:
     parser = argparse.ArgumentParser()
     cli._add_arguments(parser, verb)
-    past = (RemovedOption, RenamedOption)  # errors, whatever their value
     return [
         action
         for action in parser._actions
-        if action.nargs != 0 and action.choices is None and not isinstance(action, past)
+        if action.nargs != 0
+        and action.choices is None
+        and not isinstance(action, FormerOption)  # an error, whatever its value
     ]
 
 

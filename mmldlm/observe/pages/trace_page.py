@@ -58,7 +58,7 @@ def trace_data(
 
     A pass is a list of [position, token, probability, candidates]; token null is [MASK].
     """
-    shown_traces = [traces.get(record["index"], TextTrace()) for record in records]
+    shown_traces = [traces.get(record["index"], []) for record in records]
     ids = sorted(set(_ids(shown_traces)))
     index_of = {token: i for i, token in enumerate(ids)}
     texts = [
@@ -106,7 +106,7 @@ def _plain_word(tokenizer: Any) -> tuple[str, int]:
 
 def _ids(traces: list[TextTrace]) -> Iterable[int]:
     for trace in traces:
-        for writes in trace.passes:
+        for writes in trace:
             for write in writes:
                 if write.token is not None:
                     yield write.token
@@ -129,7 +129,7 @@ def _passes(trace: TextTrace, index_of: dict[int, int], length: int) -> list[lis
             for write in writes
             if write.position < length
         ]
-        for writes in trace.passes
+        for writes in trace
     ]
 
 

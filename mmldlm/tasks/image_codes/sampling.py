@@ -22,7 +22,7 @@ from mmldlm.sampling.latents import check_guidance_interval, latent_shape, pad_t
 from mmldlm.sampling.model import Model, device_of
 from mmldlm.sampling.records import Recorder, TextSamples, keeping_finished
 from mmldlm.sampling.settings import DrawSettings
-from mmldlm.sampling.strategies import Observer, TextStrategy, strategy_class
+from mmldlm.sampling.strategies import STRATEGIES, Observer, TextStrategy
 from mmldlm.sampling.text import start_decoding
 from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS
 from mmldlm.utils.counter_rng import Stream, uniforms
@@ -78,7 +78,7 @@ def start_codes(
     config = model.config
     count = config.num_latents
     state = CodeState(len(indices), count, config.num_codes, device_of(model))
-    return strategy_class(name)(
+    return STRATEGIES[name](
         state,
         diffusion=MaskedDiffusion(config.num_codes, eps=0.0),
         uniform=uniforms(seed, Stream.CODES, indices, (2, count + 1)),
@@ -202,7 +202,7 @@ def _take_pass(
         )[:, None]
         guided = null + scale * (logits - null)
         # Logits that were -inf in both became NaN.
-        strategy.exclude(guided)
+        strategy.state.exclude_special_tokens(guided)
     strategy.write(positions, logits, None, guided)
 
 
@@ -256,7 +256,7 @@ def sample_codes_and_texts(
         The texts, and ids as `sample_codes` returns them. Lengths are drawn from p(length).
     """
     config = model.config
-    lengths = predict_lengths(model, None, num_samples, "sample", seed)
+    lengths = predict_lengths(model, None, num_samples, seed)
     texts: list[list[int]] = [[] for _ in range(num_samples)]
     ids = torch.zeros(num_samples, config.num_latents, dtype=torch.int64)
     passes = torch.full((num_samples,), steps)

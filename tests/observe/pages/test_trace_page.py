@@ -16,7 +16,7 @@ from mmldlm.observe.pages.trace_page import (
     trace_data,
     trace_page,
 )
-from mmldlm.sampling.records import TextTrace, Write
+from mmldlm.sampling.records import Write
 from mmldlm.sampling.settings import MAX_TRACED_TEXTS
 from tests.observe.pages.conftest import HOSTILE
 
@@ -56,7 +56,7 @@ def traces():
         [Write(0, None)],
         [Write(0, RUN, 1.0, ((RUN, 1.0),))],
     )
-    return {0: TextTrace([first, second]), 1: TextTrace([hostile]), 3: TextTrace(list(third))}
+    return {0: [first, second], 1: [hostile], 3: list(third)}
 
 
 @pytest.fixture(scope="module")
@@ -224,9 +224,7 @@ def test_nothing_is_wider_than_the_screen(page, width):
 
 
 def test_without_masks_positions_appear_as_they_are_written(browser, records, tokenizer, tmp_path):
-    trace = TextTrace(
-        [[Write(i, token, 0.5, ((token, 0.5),))] for i, token in enumerate((RUN, NING))]
-    )
+    trace = [[Write(i, token, 0.5, ((token, 0.5),))] for i, token in enumerate((RUN, NING))]
     record = {"index": 0, "text": "running", "num_tokens": 2}
     text = trace_page({0: trace}, [record], tokenizer, VOCAB, settings=[], starts_masked=False)
     write_page(tmp_path / "trace.html", text)
@@ -246,9 +244,7 @@ def test_size_is_bounded_by_the_number_of_texts(tokenizer):
     length, total = 200, 3 * MAX_TRACED_TEXTS
     passes = [[write._replace(position=i)] for i in range(length)]
     records = [{"index": i, "text": "run " * length, "num_tokens": length} for i in range(total)]
-    page = trace_page(
-        {i: TextTrace(passes) for i in range(total)}, records, tokenizer, VOCAB, settings=[]
-    )
+    page = trace_page(dict.fromkeys(range(total), passes), records, tokenizer, VOCAB, settings=[])
     assert f"The first {MAX_TRACED_TEXTS} of {total} texts." in page
     assert len(re.findall(r'"index":', page)) == MAX_TRACED_TEXTS
     assert len(page) < 2_000_000

@@ -145,9 +145,7 @@ def test_models_and_samplers_without_a_curve_are_refused(pretrained, store):
         )
 
 
-@pytest.mark.parametrize(
-    "words", ["--suite information", "--plot x.png", "--write-schedule x.json", "--samplers eb"]
-)
+@pytest.mark.parametrize("words", ["--plot x.png", "--write-schedule x.json", "--samplers eb"])
 def test_evaluate_names_the_study(words, capsys):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
