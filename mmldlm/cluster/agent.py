@@ -95,9 +95,9 @@ def classify(code: int | None, stderr: str, printed: bytes | None = b"") -> Agen
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
     last = lines[-1].strip() if lines else f"status {code}"
     if code == _NO_CWD:
-        return AgentFailure("cwd", os.getcwd())
+        return AgentFailure("cwd", f"no such folder: {os.getcwd()}")
     if code == _NO_PYTHON:
-        return AgentFailure("python", sys.executable)
+        return AgentFailure("python", f"no such interpreter: {sys.executable}")
     if code == 255:
         for cause, marks in _CAUSES:
             hit = next(

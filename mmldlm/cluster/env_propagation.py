@@ -199,16 +199,10 @@ def read_env_file(path: Path) -> tuple[dict[str, str], list[str]]:
     text = path.read_text(encoding="utf-8", errors="surrogateescape")
     for line_number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], 1):
         name, equals, value = (part.strip() for part in line.partition("="))
-        if not equals or name.startswith("#"):
+        if not equals or not _VARIABLE.fullmatch(name):
             problems.append(
-                f"{path}:{line_number}: DeepSpeed fails on a blank line, a comment, or a line"
-                " without '='"
-            )
-            continue
-        if not _VARIABLE.fullmatch(name):
-            problems.append(
-                f"{path}:{line_number}: {name!r} is not a valid variable name, and a shell would"
-                " expand it"
+                f"{path}:{line_number}: not NAME=value: DeepSpeed fails on a blank line or a"
+                " comment, and a shell would expand another name"
             )
             continue
         quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "\"'"

@@ -336,25 +336,25 @@ def prepare_environment(timeout: float, logs: Path | None = None) -> list[str]:
     # thread monitors it.
     _default((_MONITORING,), "1")
     _default((_HEARTBEAT,), str(max(int(min(timeout, _MAX_HEARTBEAT)), 1)))
-    return _timeout_beyond(timeout)
+    return [f"{sentence}; unset it" for sentence in settings_that_prolong_hangs(timeout)]
 
 
-def _timeout_beyond(timeout: float) -> list[str]:
-    warnings = []
-    heartbeat = os.environ[_HEARTBEAT]
+def settings_that_prolong_hangs(timeout: float) -> list[str]:
+    """Return a sentence per variable of the user that lets a hang outlast the time limit."""
+    found = []
+    heartbeat = os.environ.get(_HEARTBEAT, "0")
     if not heartbeat.isdigit() or int(heartbeat) > max(timeout, _MAX_HEARTBEAT):
-        warnings.append(
+        found.append(
             f"{_HEARTBEAT}={heartbeat}: a rank blocked in CUDA ends only after that, "
             f"engine.collective_timeout is {timeout:g} s"
         )
-    if os.environ[_MONITORING].lower() in _FALSE:
-        warnings.append(
-            f"{_MONITORING}={os.environ[_MONITORING]}: a blocked NCCL watchdog is not detected"
-        )
+    monitoring = os.environ.get(_MONITORING, "1")
+    if monitoring.lower() in _FALSE:
+        found.append(f"{_MONITORING}={monitoring}: a blocked NCCL watchdog is not detected")
     handling = _env_value(_ERROR_HANDLING)
     if handling is not None and os.environ[handling] == "0":
-        warnings.append(f"{handling}=0: NCCL neither times out nor reports a dead peer")
-    return [f"{sentence}; unset it" for sentence in warnings]
+        found.append(f"{handling}=0: NCCL neither times out nor reports a dead peer")
+    return found
 
 
 def _env_value(names: tuple[str, ...]) -> str | None:

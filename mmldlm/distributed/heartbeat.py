@@ -189,8 +189,6 @@ class Heartbeat:
         the store: if rank 0 died with it, rank 0 is named. An error that is not of a collective is
         this rank's own.
         """
-        if self.world_size == 1:
-            return f"failed {first_line(error)}"
         is_own = not is_collective_error(error)
         self._state, self._message = FAILED if is_own else COLLECTIVE_FAILED, first_line(error)
         self._deadline = time.monotonic() + max(self.limits.stalled, 12 * self.interval)

@@ -19,8 +19,8 @@ import time
 
 import psutil
 
+from mmldlm.cluster import connections
 from mmldlm.cluster.agent import serve
-from mmldlm.cluster.connections import describe_unusable_port
 from mmldlm.launch import state_files
 from mmldlm.launch.rank_wrapper import (
     LAUNCH_ID_VAR,
@@ -65,8 +65,8 @@ def write_launch_file(args: dict) -> None:
 
 
 def reserve_port(args: dict) -> dict:
-    """Reserve args["port"] for a launch while this agent lives; return {}, or {"error"} and more
-    about the port.
+    """Reserve args["port"] for a launch while this agent lives; return {}, or what
+    `connections.listen` says of the port: {"error"} and more of one that cannot be used.
 
     The port itself is for rank 0. Two simultaneous launches would both find it free, and their
     ranks would join one process group. An abstract socket with the port in its name, unique per
@@ -76,21 +76,16 @@ def reserve_port(args: dict) -> dict:
     if port is None:
         # Only the first node gets a port.
         return {}
-    lock, probe = socket.socket(socket.AF_UNIX), socket.socket()
+    lock = socket.socket(socket.AF_UNIX)
     try:
         lock.bind(f"\0mmldlm_master_port_{port}")
     except OSError:
         lock.close()
         return {"error": "reserved by another `mmldlm launch`", "holder": None}
     _reserved.append(lock)
-    with probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen()
-        except OSError as error:
-            return describe_unusable_port(port, error)
-    return {}
+    (found,) = connections.listen({"ports": [port]})["ports"]
+    connections.close({})
+    return found
 
 
 def launch_processes(launch: str) -> list[int]:

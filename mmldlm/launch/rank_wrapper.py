@@ -146,7 +146,7 @@ def _read_report(pipe: int) -> dict | None:
     # A worker that outlives the child may hold the other end.
     os.set_blocking(pipe, False)
     with contextlib.suppress(OSError, ValueError):
-        return json.loads(os.read(pipe, state_files.RESERVED))
+        return json.loads(os.read(pipe, state_files.MAX_BYTES))
     return None
 
 
@@ -156,7 +156,7 @@ def _write_state(launch_id: str, state: dict) -> None:
     If that fails, the watcher falls back to the launcher's status.
     """
     text = json.dumps(state)
-    if len(text) > state_files.RESERVED:
+    if len(text) > state_files.MAX_BYTES:
         text = json.dumps({**state, "last": [line[:100] for line in state["last"]]})
     if not state_files.write_anywhere(launch_id, state_file(state["host"], state["rank"]), text):
         print_line(

@@ -18,8 +18,8 @@ from mmldlm.utils.json_files import read_json_value
 
 # Several folders, because one may be full, or private to the mount namespace of a batch job.
 ROOTS = ("/tmp", "/dev/shm", "/var/tmp")
-# Bytes per state file: its blocks can be overwritten when the disk is full.
-RESERVED = 1 << 14
+# Of a rank's state and of its report of failed ranks.
+MAX_BYTES = 1 << 14
 
 
 def state_folders(launch_id: str) -> list[Path]:
@@ -62,26 +62,13 @@ def write(folder: Path, name: str, text: str) -> None:
 
 
 def write_anywhere(launch_id: str, name: str, text: str) -> bool:
-    """Write a file into the first folder with space, or overwrite the blocks of its previous
-    version.
+    """Write a file into the first folder with space; return whether one has any.
 
-    Args:
-        launch_id: Identifier of the launch.
-        name: Name of the file.
-        text: JSON of at most RESERVED bytes.
-
-    Returns:
-        Whether it was written. Never raises OSError: a rank must not end because of it.
+    Never raises OSError: a rank must not end because of it.
     """
-    text = text.ljust(RESERVED)
-    folders = state_folders(launch_id)
-    for folder in folders:
+    for folder in state_folders(launch_id):
         with contextlib.suppress(OSError):
             write(folder, name, text)
-            return True
-    for folder in folders:
-        with contextlib.suppress(OSError), open(folder / name, "r+", encoding="utf-8") as file:
-            file.write(text)
             return True
     return False
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any, NoReturn
 
 from mmldlm.cluster.agent import serve
@@ -80,15 +81,10 @@ def clock(args: dict) -> float:
 
 def write_probe_file(args: dict) -> dict:
     """Write args["text"] to args["path"], to test whether a folder is shared."""
-
-    def write() -> str:
-        with open(args["path"], "w", encoding="utf-8") as file:
-            file.write(args["text"])
-            file.flush()
-            os.fsync(file.fileno())
-        return args["text"]
-
-    return run_with_timeout({"write": (write, 10)})["write"]
+    path, text = Path(args["path"]), args["text"]
+    # Other nodes see the file once it is closed: network file systems promise that.
+    jobs = {"write": (lambda: path.write_text(text, encoding="utf-8"), 10)}
+    return run_with_timeout(jobs)["write"]
 
 
 def read_probe_file(args: dict) -> dict:
@@ -114,10 +110,7 @@ def read_probe_file(args: dict) -> dict:
 
 def remove_probe_file(args: dict) -> None:
     """Delete the probe file args["path"]."""
-    if os.path.basename(args["path"]).startswith(".mmldlm_preflight_") and os.path.exists(
-        args["path"]
-    ):
-        os.unlink(args["path"])
+    Path(args["path"]).unlink(missing_ok=True)
 
 
 def run(args: dict) -> list[dict]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from statistics import mode
 from typing import Any
 
 PASS, WARN, FAIL, SKIP, ERROR = "PASS", "WARN", "FAIL", "SKIP", "ERROR"
@@ -121,10 +121,7 @@ def run_check(check: Check, context) -> list[Result]:
 
 
 def majority(values: dict[str, Any]) -> Any:
-    """Return the value of most nodes; in a tie, that of the first node."""
-    if not values:
-        return None
-    # Values may be lists and dicts, which no Counter takes; equal ones have equal JSON.
-    by_text = {name: json.dumps(value, sort_keys=True) for name, value in values.items()}
-    counts = Counter(by_text.values())
-    return values[max(by_text, key=lambda name: counts[by_text[name]])]
+    """Return the value of most nodes; in a tie, that of the first node; None without a node."""
+    # Values may be lists and dicts, which cannot be counted; equal ones have equal JSON.
+    texts = [json.dumps(value, sort_keys=True) for value in values.values()]
+    return json.loads(mode(texts)) if texts else None

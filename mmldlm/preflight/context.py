@@ -38,7 +38,7 @@ class Context:
         failures: Node -> why its agent stopped answering (those of the AgentPool).
         errors: (node, action) -> error of an agent's action (the same).
         clocks: Node -> (clock offset, half round trip) in seconds.
-        master: {"address", "guessed", "port", "listening", "candidates", "reach", "free_port"}.
+        master: {"address", "guessed", "port", "listening", "candidates", "reach"}.
         connections: (from, to) -> {"ms", "segments", "retransmitted"} or {"error"}.
         shared_folder: (writer, reader) -> whether the reader saw the writer's file.
         launched: Node -> {"rank", "variables"} of a process that the launcher itself started.

@@ -245,10 +245,9 @@ def collect_cluster(context: Context, pool: AgentPool) -> None:
     """
     context.clocks = pool.clocks()
     connections.collect_connections(context, pool)
-    # The launcher waits for the interpreters on the nodes; meanwhile the shared folder is tested.
-    with launchers.launcher_probe(context):
-        if context.config is not None and len(context.nodes) > 1:
-            storage.collect_shared_folder(context, pool)
+    launchers.run_launcher_probe(context)
+    if context.config is not None and len(context.nodes) > 1:
+        storage.collect_shared_folder(context, pool)
 
 
 def _log_progress(text: str) -> None:
@@ -278,8 +277,7 @@ def apply_fix(context: Context) -> None:
     if refused:
         print(f"not written (secret, or not plain text): {', '.join(refused)}")
     if added:
-        with launchers.launcher_probe(context):
-            pass
+        launchers.run_launcher_probe(context)
 
 
 def write_receipts(

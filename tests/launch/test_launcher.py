@@ -122,7 +122,7 @@ def test_a_killed_rank_ends_the_other_with_its_status(store, tmp_path):
 
 
 def test_a_missing_store_is_bad_input_and_nothing_starts(tmp_path):
-    process = start(tmp_path / "nowhere", tmp_path)
+    process = start(tmp_path / "nowhere", tmp_path, "--level", "0")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 2 and "DATA001" in output
     assert not (tmp_path / "run" / "logs").exists()

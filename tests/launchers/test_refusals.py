@@ -177,7 +177,7 @@ def test_no_python_is_a_clear_error(tmp_path):
         ("multi_node.sh", {"NNODES": "2", "NODE_RANK": "0"}, ("MASTER_ADDR is not set",)),
         ("multi_node.sh", {"NNODES": "2", "MASTER_ADDR": "n0"}, ("NODE_RANK is not set",)),
         ("multi_node.sh", {"HOSTFILE": "nowhere"}, ("nowhere cannot be read",)),
-        ("multi_node.sh", {"HOSTFILE": "LICENSE", "MASTER_ADDR": "n0"}, ("names no node",)),
+        ("multi_node.sh", {"HOSTFILE": "LICENSE", "MASTER_ADDR": "n0"}, ("where slots=N",)),
         ("multi_node.sh", {"HOSTFILE": TWO}, ("MASTER_ADDR is not set",)),
         (
             "multi_node.sh",
@@ -211,7 +211,7 @@ def test_no_python_is_a_clear_error(tmp_path):
         ),
         ("multi_node.sh", {"HOSTFILE": "hostfiles", "MASTER_ADDR": "n0"}, ("cannot be read",)),
         ("mpi.sh", {"NNODES": "2"}, ("no HOSTFILE",)),
-        ("mpi.sh", {"HOSTFILE": "LICENSE"}, ("names no node",)),
+        ("mpi.sh", {"HOSTFILE": "LICENSE"}, ("where slots=N",)),
         (
             "slurm.sh",
             {**SLURM, "NNODES": "4", "SLURM_NNODES": "2"},

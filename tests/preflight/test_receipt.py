@@ -25,6 +25,19 @@ def run(tmp_path, *words, capsys=None):
     return code, json.loads(path.read_text()) if path.exists() else None
 
 
+class Folder:
+    """The part of RunFolder that receipt.log_receipt uses."""
+
+    def __init__(self):
+        self.warnings, self.events = [], []
+
+    def warning(self, text):
+        self.warnings.append(text)
+
+    def event(self, kind, **values):
+        self.events.append((kind, values))
+
+
 def test_a_machine_alone_passes_and_train_finds_its_receipt(store, tmp_path, monkeypatch, capsys):
     for name in ("MASTER_ADDR", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
@@ -39,18 +52,30 @@ def test_a_machine_alone_passes_and_train_finds_its_receipt(store, tmp_path, mon
     code, found = run(tmp_path, "--level", "0", *words)
     assert code == 0, capsys.readouterr().out
     assert found["world_size"] == 1 and found["failing_nodes"] == [] and found["config_sha256"]
-    config = load_config("tiny", None, words[2:])
+    config, folder = load_config("tiny", None, words[2:]), Folder()
+    receipt.log_receipt(config, 1, folder)
+    assert folder.warnings == folder.events == []  # there is none to compare with
     receipt.write(found, config.run_dir() / PREFLIGHT)
-    assert receipt.staleness_reasons(config, 1) == []
+    receipt.log_receipt(config, 1, folder)
+    ((kind, values),) = folder.events
+    assert (kind, values["level"], values["stale"], folder.warnings) == ("preflight", 0, [], [])
+    receipt.log_receipt(config, 2, folder)
+    assert "this run has 2" in folder.warnings[0] and "mmldlm preflight" in folder.warnings[0]
+    found = receipt.read(config.run_dir())
+    assert receipt.staleness_reasons(found, config, 1) == []
     resumed = load_config("tiny", None, [*words[2:], "training.resume=auto"])
-    assert receipt.staleness_reasons(resumed, 1) == []
-    assert "2" in receipt.staleness_reasons(config, 2)[0]
+    assert receipt.staleness_reasons(found, resumed, 1) == []
+    assert "2" in receipt.staleness_reasons(found, config, 2)[0]
     filled = load_config(
         "tiny", None, [*words[2:], "model.latent_dim=384", "model.vocab_size=30522"]
     )
-    assert receipt.staleness_reasons(filled, 1) == []  # as train knows it once the data is open
+    # As train knows it once the data is open.
+    assert receipt.staleness_reasons(found, filled, 1) == []
     other = load_config("tiny", None, [*words[2:], "optimizer.lr=1e-5"])
-    assert receipt.staleness_reasons(other, 1) == ["the config has changed since"]
+    assert receipt.staleness_reasons(found, other, 1) == ["the config has changed since"]
+    (config.run_dir() / PREFLIGHT).write_text('{"format": "mmldlm-preflight"}')
+    receipt.log_receipt(config, 1, folder)  # cut short by a full disk: no reason to end a run
+    assert "cannot be read" in folder.warnings[-1]
 
 
 def test_a_bad_config_is_a_usage_error_with_a_verdict(tmp_path, capsys):
@@ -96,7 +121,7 @@ def test_explain_prints_what_a_check_looks_at(tmp_path, capsys):
 
 WITHOUT_TORCH = """
 import sys
-from mmldlm.preflight import __main__; from mmldlm.preflight.checks import config
+from mmldlm import cli; from mmldlm.preflight.checks import config
 sys.argv[1:] = sys.argv[1:] or {words!r}
 {call}
 slow = [name for name in {slow!r} if name in sys.modules]
@@ -107,6 +132,7 @@ assert not slow, slow
 @pytest.mark.parametrize("part", ["command", "data"])
 def test_level_0_needs_no_torch(store, tmp_path, part):
     words = [
+        "preflight",
         "--level",
         "0",
         "--config-name",
@@ -114,7 +140,7 @@ def test_level_0_needs_no_torch(store, tmp_path, part):
         f"data.latent_data_root={store}",
         f"logging.save_dir={tmp_path}",
     ]
-    call, slow = "assert __main__.run() == 0", ("torch", "transformers", "deepspeed")
+    call, slow = "assert cli.main() == 0", ("torch", "transformers", "deepspeed")
     if part == "data":  # its child process, which counts the parameters on the model
         slow = slow[1:]
         (tmp_path / "c.yaml").write_text(
@@ -127,33 +153,3 @@ def test_level_0_needs_no_torch(store, tmp_path, part):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert part == "command" or '"trainable"' in done.stdout
-
-
-class Folder:
-    """The part of RunFolder that receipt.log_receipt uses."""
-
-    def __init__(self):
-        self.warnings, self.events = [], []
-
-    def warning(self, text):
-        self.warnings.append(text)
-
-    def event(self, kind, **values):
-        self.events.append((kind, values))
-
-
-def test_train_records_the_receipt_and_warns_of_a_stale_one(store, tmp_path):
-    words = [f"data.latent_data_root={store}", f"logging.save_dir={tmp_path}"]
-    config, folder = load_config("tiny", None, words), Folder()
-    receipt.log_receipt(config, 1, folder)
-    assert folder.warnings == folder.events == []  # no preflight was made: nothing to compare with
-    _, found = run(tmp_path, "--level", "0", "--config-name", "tiny", *words)
-    receipt.write(found, config.run_dir() / PREFLIGHT)
-    receipt.log_receipt(config, 1, folder)
-    ((kind, values),) = folder.events
-    assert (kind, values["level"], values["stale"], folder.warnings) == ("preflight", 0, [], [])
-    receipt.log_receipt(config, 2, folder)
-    assert "this run has 2" in folder.warnings[0] and "mmldlm preflight" in folder.warnings[0]
-    (config.run_dir() / PREFLIGHT).write_text('{"format": "mmldlm-preflight"}')
-    receipt.log_receipt(config, 1, folder)  # cut short by a full disk: no reason to end a run
-    assert "cannot be read" in folder.warnings[-1]

@@ -48,7 +48,8 @@ class Scene:
         command = [
             PYTHON,
             "-m",
-            "mmldlm.preflight",
+            "mmldlm",
+            "preflight",
             "--hostfile",
             hostfile,
             "--level",
@@ -162,7 +163,7 @@ def _(scene, stack):
     scene.hostfile_text = None
 
 
-@fault("typo in slots", ("HOST001", ""), words=("hostfile:2", "did you mean 'slots=1'"))
+@fault("typo in slots", ("HOST001", ""), words=("hostfile:2", "'lots=1' after n2"))
 def _(scene, stack):
     scene.hostfile_text = "n1 slots=1\nn2 lots=1\n"
 
@@ -632,7 +633,7 @@ def _(scene, stack):
 @fault(
     "master port taken",
     ("NET004", "n1"),
-    words=("29500 is held by pid", "holder", "--master_port 29501"),
+    words=("29500 is held by pid", "holder", "use another --master_port"),
 )
 def _(scene, stack):
     # As launchers bind it: the port of a run that has just ended is free to them, and would not be
@@ -748,7 +749,7 @@ def _(scene, stack):
 @fault(
     "resume at another world size",
     ("RES001", ""),
-    words=("saved by 1 ranks", "grad_accum_steps=2"),
+    words=("global_batch 12, now 6", "grad_accum_steps=2"),
 )
 def _(scene, stack):
     scene.words += [f"training.resume={scene.saved_run / 'latest'}", "training.train_batch_size=2"]

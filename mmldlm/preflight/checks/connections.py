@@ -31,7 +31,7 @@ def collect_connections(context: Context, pool: AgentPool) -> None:
         }
         reach_port, candidates = None, []
         if master_answers and first in opened:
-            reach_port = _collect_master(context, pool, opened[first]["ports"])
+            reach_port = _collect_master(context, opened[first]["ports"])
             candidates = context.master["candidates"]
 
         def connect_args(name: str) -> dict:
@@ -67,7 +67,7 @@ def _merge_connections(first: dict, second: dict) -> dict:
     return {"ms": min(first["ms"], second["ms"]), **added}
 
 
-def _collect_master(context: Context, pool: AgentPool, ports: list[dict]) -> int:
+def _collect_master(context: Context, ports: list[dict]) -> int:
     """Fill context.master; return the port on which the master's addresses are tested."""
     first, listening = context.names[0], ports[2]
     options, network = context.options, context.value(first, "network") or {}
@@ -91,14 +91,7 @@ def _collect_master(context: Context, pool: AgentPool, ports: list[dict]) -> int
         "candidates": list(dict.fromkeys(filter(None, [address, *resolved, *addresses]))),
         "reach": {},
     }
-    if "error" not in listening:
-        return listening["port"]
-    others = [options.master_port + step for step in (1, 11, 111)]
-    others = [port for port in others if port < 1 << 16]
-    answer = pool.request(first, "listen", {"ports": others}, timeout=10) or {"ports": []}
-    free = [entry["port"] for entry in answer["ports"] if "error" not in entry]
-    context.master["free_port"] = next(iter(free), None)
-    return ports[0]["port"]
+    return ports[0]["port"] if "error" in listening else listening["port"]
 
 
 @check("NET004", 2, "node", "master port")
@@ -110,8 +103,7 @@ def master_port_is_free(context):
     name, port = context.names[0], context.master["port"]
     if "error" not in listening:
         return ok(f"{port} on {name}", name)
-    free = context.master.get("free_port")
-    fix = f"use --master_port {free}" if free else "use another --master_port"
+    fix = "use another --master_port"
     expected = f"port {port} free on {name}"
     if "holder" not in listening:
         return fail(f"{port} cannot be used: {listening['error']}", expected, fix, name)

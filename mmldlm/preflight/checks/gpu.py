@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 
 from mmldlm.engines.deepspeed_config import check_fp16
@@ -13,7 +12,6 @@ from mmldlm.utils.formatting import format_bytes
 from mmldlm.utils.gpus import VISIBLE, visible_gpus
 
 GPU_MEMORY_IN_USE = 2 * GIB
-NO_DRIVER = "no NVIDIA driver on this node (libnvidia-ml.so.1 is missing)"
 # nvmlDeviceGpuRecoveryAction_t
 RECOVERY = {
     0: None,
@@ -38,14 +36,12 @@ def gpus(args: dict) -> dict:
     Per GPU: name, memory in bytes, ECC errors, row remapping, throttle reasons, recovery action,
     and its processes. A field that the GPU or driver does not support is None.
     """
-    try:
-        import pynvml
-    except ImportError as error:
-        return _without_nvml(error)
+    import pynvml
+
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError_LibraryNotFound:
-        return {"absent": NO_DRIVER}
+        return {"absent": "no NVIDIA driver on this node (libnvidia-ml.so.1 is missing)"}
     except pynvml.NVMLError as error:
         fix = "reload the NVIDIA driver, or reboot the node"
         return {"absent": f"NVML does not start (code {error.value})", "fix": fix}
@@ -60,18 +56,6 @@ def gpus(args: dict) -> dict:
         }
     finally:
         pynvml.nvmlShutdown()
-
-
-def _without_nvml(error: ImportError) -> dict:
-    """Return the answer of a node without nvidia-ml-py, which matters only if it has a driver."""
-    try:
-        ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return {"absent": NO_DRIVER}
-    return {
-        "absent": f"its GPUs cannot be measured: {error}",
-        "fix": "pip install -c constraints.txt nvidia-ml-py",
-    }
 
 
 def _gpu(pynvml, index: int) -> dict:
@@ -196,12 +180,10 @@ def gpus_for_all_slots(context):
         else:
             yield ok(f"{count} x {facts['gpus'][0].get('name')}", name)
     for name, error in context.probe_errors("gpus").items():
-        yield fail(
-            error,
-            "an answer of NVML within 20 s",
-            "the driver hangs: reboot the node, or exclude it",
-            name,
-        )
+        hangs = context.facts[name]["gpus"].get("timeout")
+        install = f"on {name}: pip install -c constraints.txt nvidia-ml-py"
+        fix = "the driver hangs: reboot the node, or exclude it" if hangs else install
+        yield fail(error, "an answer of NVML within 20 s", fix, name)
 
 
 @check("GPU002", 1, "node", "GPU health")

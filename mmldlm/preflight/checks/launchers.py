@@ -7,13 +7,10 @@ receives.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -30,6 +27,8 @@ from mmldlm.cluster.env_propagation import (
     run_variables,
 )
 from mmldlm.cluster.launcher_commands import START_SECONDS, pdsh_environment
+from mmldlm.config.schema import EngineConfig
+from mmldlm.distributed.environment import settings_that_prolong_hangs
 from mmldlm.preflight.agent import run_command
 from mmldlm.preflight.check import check, fail, ok, skip, warn
 from mmldlm.preflight.context import Context
@@ -37,6 +36,7 @@ from mmldlm.utils.environment import platform_variables
 from mmldlm.utils.formatting import join_some
 
 CHECKS = {"ENV002", "LNCH003"}
+OWN_SHELLS = "torchrun is started on each node by its own shell: set variables there"
 
 
 def skip_reason(context: Context) -> str | None:
@@ -51,7 +51,7 @@ def skip_reason(context: Context) -> str | None:
             " start"
         )
     if context.launcher == "torchrun":
-        return "torchrun is started on each node by its own shell: set variables there"
+        return OWN_SHELLS
     if context.failures or len(context.facts) < len(context.nodes):
         return "a node does not answer, so the launcher would not reach it either"
     machines = [identity["machine"] for identity in context.probe_values("identity").values()]
@@ -62,30 +62,21 @@ def skip_reason(context: Context) -> str | None:
     return None
 
 
-@contextlib.contextmanager
-def launcher_probe(context: Context) -> Iterator[None]:
-    """Start print_environment.py once per node through the launcher while the block runs, then
-    wait for it; fill context.launched and context.launcher_result.
+def run_launcher_probe(context: Context) -> None:
+    """Start print_environment.py once per node through the launcher; fill context.launched and
+    context.launcher_result.
     """
     reason = skip_reason(context)
     if reason is not None:
         context.launcher_result = {"skipped": reason}
-        yield
         return
     nodes = [replace(node, slots=1) for node in context.nodes]
-    with (
-        tempfile.TemporaryDirectory(prefix="mmldlm_preflight_") as folder,
-        ThreadPoolExecutor(1) as executor,
-    ):
-        hostfile = Path(folder) / "hostfile"
-        command = context.launcher_command(
-            [print_environment.__file__, *PREFIXES], hostfile, nodes
-        )
+    with tempfile.TemporaryDirectory(prefix="mmldlm_preflight_") as folder:
+        script = [print_environment.__file__, *PREFIXES]
+        command = context.launcher_command(script, Path(folder) / "hostfile", nodes)
         environment = pdsh_environment(context.options.ssh_option)
-        launch = executor.submit(run_command, command, environment, START_SECONDS)
-        yield
         try:
-            result = launch.result()
+            result = run_command(command, environment, START_SECONDS)
         except OSError:
             reason = "the launcher is not on this machine (see LNCH001)"
             context.launcher_result = {"skipped": reason}
@@ -138,12 +129,6 @@ def launcher_is_here(context):
             "the nodes of the allocation by Slurm's names of them",
             "--hostfile <(scontrol show hostnames | sed 's/$/ slots=RANKS_PER_NODE/')",
         )
-    if context.launcher == "mpi" and importlib.util.find_spec("mpi4py") is None:
-        return fail(
-            "no mpi4py",
-            "mpi4py, from which a rank gets its number",
-            "pip install -c constraints.txt mpi4py",
-        )
     return ok(program or "torch.distributed.run")
 
 
@@ -152,14 +137,7 @@ def versions_work_together(context):
     """The installed DeepSpeed supports this run and this launcher."""
     if context.config is None or context.config.engine.kind != "deepspeed":
         return skip("no DeepSpeed in this run")
-    try:
-        version = metadata.version("deepspeed")
-    except metadata.PackageNotFoundError:
-        return fail(
-            "deepspeed is not installed",
-            "deepspeed >= 0.19.8",
-            "pip install -c constraints.txt deepspeed",
-        )
+    version = metadata.version("deepspeed")
     release = tuple(int(part) for part in version.split("+")[0].split(".")[:3])
     if release < (0, 19, 8):
         return fail(
@@ -174,26 +152,11 @@ def versions_work_together(context):
 @check("ENV001", 0, "head", "harmful variables")
 def no_harmful_variables(context):
     """No variable on this machine makes a hang endless or contradicts the launch."""
-    variables = os.environ
-    if variables.get("TORCH_NCCL_ENABLE_MONITORING") == "0":
-        yield warn(
-            "TORCH_NCCL_ENABLE_MONITORING=0",
-            "the NCCL watchdog on",
-            "unset it: a hang would never end",
-        )
-    timeout = variables.get("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "0")
-    if timeout.isdigit() and int(timeout) > 7200:
-        measured = f"TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC={timeout} ({int(timeout) / 86400:.0f} days)"
-        yield warn(
-            measured, "minutes", "unset it: the others would wait that long for a dead rank"
-        )
-    if (
-        variables.get("NCCL_ASYNC_ERROR_HANDLING") == "0"
-        or variables.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == "0"
-    ):
-        yield warn("async error handling is off", "on", "unset it: a failed collective would hang")
-    ranks = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in variables]
-    if ranks and "SLURM_JOB_ID" not in variables:
+    engine = EngineConfig() if context.config is None else context.config.engine
+    for setting in settings_that_prolong_hangs(engine.collective_timeout):
+        yield warn(setting, "a hang that ends at the time limit", "unset the variable")
+    ranks = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE") if name in os.environ]
+    if ranks and "SLURM_JOB_ID" not in os.environ:
         measured = f"{', '.join(ranks)} set in this shell"
         if platform_variables():
             measured += ", as by a platform that numbers its nodes"
@@ -265,16 +228,8 @@ def variables_are_propagated(context):
     num_compared = len(compared_variables())
     for name in context.names:
         on_node = context.environment_on(name)
-        if (
-            context.launcher == "torchrun"
-            and not context.local
-            and not context.options.propagates_all
-        ):
-            yield skip(
-                "torchrun is started on each node by its own shell: set variables there", name
-            )
-            continue
         if on_node is None:
+            yield skip(OWN_SHELLS if context.launcher == "torchrun" else "no answer", name)
             continue
         source = "" if name in context.launched or context.local else " (inferred)"
         missing = not_propagated(on_node)

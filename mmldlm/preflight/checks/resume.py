@@ -53,13 +53,13 @@ def resume_plan(context):
     if folder is None:
         fix = "restore one, or start with another logging.run_name"
         return fail("; ".join(damaged), "a complete checkpoint", fix)
-    manifest = read_manifest(folder)
-    differences = _resume_differences(context, folder, manifest)
+    manifest, state = read_manifest(folder), read_training_state(folder)
+    differences = _resume_differences(context, folder, state)
     if differences:
         return fail(
             f"{folder}: {'; '.join(differences)}",
             "the values of the checkpoint",
-            _resume_fix(context, folder),
+            _resume_fix(context, state),
         )
     if damaged:
         fix = f"the run will resume from {folder.name}; delete the damaged checkpoints"
@@ -69,34 +69,26 @@ def resume_plan(context):
     return ok(f"continues {folder} (saved on {saved}; now {plan_of(context.config)}, {now})")
 
 
-def _resume_differences(context, folder: Path, manifest: dict) -> list[str]:
+def _resume_differences(context, folder: Path, state: dict) -> list[str]:
     """Return the differences between the checkpoint and this run that forbid a resume."""
-    config = context.config
-    state = read_training_state(folder)
-    batch = context.global_batch
-    differences = []
-    if state.get("seed") not in (None, config.training.seed):
-        differences.append(f"training.seed {state['seed']}, now {config.training.seed}")
-    if state.get("global_batch") not in (None, batch):
-        differences.append(
-            f"global batch {state['global_batch']} (saved by {manifest.get('world_size')} ranks),"
-            f" now {batch} ({context.world_size} ranks)"
-        )
-    samples = context.data_facts.get("samples", {}).get("train")
-    if samples is not None and state.get("num_samples") not in (None, samples):
-        differences.append(f"{state['num_samples']} training samples, now {samples}")
-    fingerprint = context.data_facts.get("fingerprint")
+    facts, differences = context.data_facts, []
+    now = {
+        "seed": context.config.training.seed,
+        "global_batch": context.global_batch,
+        "num_samples": facts.get("samples", {}).get("train"),
+    }
+    for key, value in now.items():
+        if value is not None and state.get(key) not in (None, value):
+            differences.append(f"{key} {state[key]}, now {value}")
+    fingerprint = facts.get("fingerprint")
     if state.get("data", fingerprint) != fingerprint:
         differences.append("another training split")
     # The data probe has the config with the keys that the data sets.
-    resolved = (
-        build_config(context.data_facts["config"]) if "config" in context.data_facts else config
-    )
+    resolved = build_config(facts["config"]) if "config" in facts else context.config
     return differences + diff_configs(folder, resolved).errors
 
 
-def _resume_fix(context, folder: Path) -> str:
-    state = read_training_state(folder)
+def _resume_fix(context, state: dict) -> str:
     batch = state.get("global_batch") or 0
     if batch and batch != context.global_batch:
         fix = batch_fix(batch, context.config.training.train_batch_size, context.world_size)

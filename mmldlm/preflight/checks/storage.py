@@ -96,7 +96,7 @@ def _hash(path: Path, spans: list[tuple[int, int]]) -> tuple[str, int]:
 
 
 def checkpoints(args: dict) -> dict:
-    """Test args["save_dir"] for checkpoints: free space, write speed, an atomic rename.
+    """Test args["save_dir"] for checkpoints: free space, write speed, a rename.
 
     If the folder does not exist, its nearest existing parent is tested. All written files are
     removed.
@@ -124,7 +124,6 @@ def checkpoints(args: dict) -> dict:
             facts["bytes_per_second"] = num_bytes / (time.perf_counter() - started)
             renamed = probe.with_name(probe.name + "_renamed")
             os.rename(probe, renamed)
-            facts["rename"] = renamed.exists() and not probe.exists()
             renamed.unlink()
     except OSError as error:
         facts["write_error"] = describe_os_error(error)
@@ -145,13 +144,13 @@ def probe_file(folder: str | Path) -> Iterator[Path]:
 
 def file_system(folder: Path) -> str:
     """Return the file system type of a folder."""
-    best, type_name = "", "unknown"
-    real = str(folder.resolve())
-    for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
-        _, point, entry_type, *_ = line.split()
-        if (real == point or real.startswith(point.rstrip("/") + "/")) and len(point) >= len(best):
-            best, type_name = point, entry_type
-    return type_name
+    import psutil
+
+    real = folder.resolve()
+    # Of several at one mount point, the last hides the others, here too.
+    mounts = psutil.disk_partitions(all=True)
+    above = {m.mountpoint: m.fstype for m in mounts if real.is_relative_to(m.mountpoint)}
+    return above[max(above, key=len)] if above else "unknown"
 
 
 def collect_shared_folder(context, pool: AgentPool) -> None:
@@ -198,20 +197,13 @@ def data_is_there(context):
     if context.config is None or not context.config.data.roots:
         yield skip("the config names no prepared store")
         return
-    roots = context.config.data.roots
-    paths = [str(Path(root).absolute()) for root in roots]
-    expected = (
-        f"the store {roots[0]}"
-        if len(roots) == 1
-        else f"the stores {', '.join(roots)} (data.mixture)"
-    )
+    stores = ", ".join(map(os.path.abspath, context.config.data.roots))
     for name, error in context.probe_errors("data").items():
         if context.facts[name]["data"].get("timeout"):
             fix = f"the file system hangs on {name}: remount it, or exclude the node"
         else:
-            missing = [root for root in paths if f"{root}/" in error] or paths
-            fix = f"copy the store to {name}:{', '.join(missing)}, or mount it there"
-        yield fail(error, expected, fix, name)
+            fix = f"copy the store to {name}, or mount it there at the same path"
+        yield fail(error, f"the files of {stores}", fix, name)
     entries = _manifest(context)
     for name, facts in context.probe_values("data").items():
         wrong = []
@@ -223,12 +215,7 @@ def data_is_there(context):
                 )
                 wrong.append(f"{file}: {error}")
         if wrong:
-            bad = [
-                root
-                for root in paths
-                if len(paths) == 1 or any(file.startswith(f"{root}/") for file in wrong)
-            ]
-            fix = f"copy the store to {name} again (rsync -a {bad[0]}/ {name}:{bad[0]}/)"
+            fix = f"copy the store to {name} again (rsync -a)"
             yield fail(
                 join_some(wrong, 3, "; "), "files with the sizes in the manifest", fix, name
             )
@@ -318,13 +305,6 @@ def checkpoint_folder_works(context):
             }.get(facts["write_error"], f"check {facts['folder']} on {name}")
             yield fail(
                 f"{facts['folder']}: {facts['write_error']}", "a writable folder", fix, name
-            )
-        elif not facts["rename"]:
-            yield fail(
-                f"{facts['folder']}: rename is not atomic",
-                "an atomic rename",
-                "use another file system",
-                name,
             )
         elif facts["free_inodes"] is not None and facts["free_inodes"] < MIN_INODES:
             yield fail(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from types import SimpleNamespace
 
@@ -73,21 +72,13 @@ def test_another_driver_warns_on_the_odd_node():
     )
 
 
-def test_a_driver_without_nvidia_ml_py_is_a_failure_and_not_a_cpu_run(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: None)
-    found = run("GPU001", make_context(gpus=probe.gpus({})))["a"]
-    assert found.status == FAIL and "pynvml" in found.measured and "pip install" in found.fix
-
-
-def test_no_driver_needs_no_nvidia_ml_py(monkeypatch):
-    def missing(name):
-        raise OSError(name)
-
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(ctypes, "CDLL", missing)
-    found = run("GPU001", make_context(gpus=probe.gpus({})))["a"]
-    assert found.status == SKIP and "no NVIDIA driver" in found.why
+def test_an_unanswered_question_is_a_failure_and_not_a_cpu_run():
+    context = make_context(gpus=gpus(gpu()))
+    for name, error in (("a", {"error": "x", "timeout": True}), ("b", {"error": "No module"})):
+        context.facts[name]["gpus"] = error
+    found = run("GPU001", context)
+    assert [found[name].status for name in "abc"] == [FAIL, FAIL, PASS]
+    assert "the driver hangs" in found["a"].fix and "nvidia-ml-py" in found["b"].fix
 
 
 class NvmlError(Exception):
