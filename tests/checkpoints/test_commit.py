@@ -503,14 +503,14 @@ def another_owner(monkeypatch, path):
     """The system's answer for a file of mode 600 of another user; the tests may run as root, who
     can read it.
     """
-    open_file = os.open
+    open_file = open
 
     def refuse(name, *args, **options):
         if str(name) == str(path):
             raise OSError(errno.EACCES, os.strerror(errno.EACCES), str(name))
         return open_file(name, *args, **options)
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr("builtins.open", refuse)
 
 
 def to_a_link(path, target):

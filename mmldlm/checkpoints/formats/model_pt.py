@@ -17,6 +17,7 @@ from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest
 from mmldlm.checkpoints.formats.deepspeed_files import (
     add_deepspeed_state,
     buffer_names,
+    read_scalar,
     write_deepspeed_state,
 )
 from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
@@ -29,7 +30,6 @@ from mmldlm.checkpoints.formats.optimizer import (
     moments_by_name,
     named_groups,
     states_by_index,
-    to_plain_value,
     torch_metadata,
 )
 from mmldlm.checkpoints.formats.part_files import (
@@ -98,9 +98,8 @@ class ModelPtFormat:
             for names, settings in zip(names_of, group_settings(file, tables))
         ]
         first = next(iter((state.get("state") or {}).values()), {})
-        steps = applied_steps(opened)
-        if "step" in first:
-            steps = float(to_plain_value(file, first["step"]))
+        step = read_scalar(file, first.get("step"))
+        steps = applied_steps(opened) if step is None else float(step)
         metadata = torch_metadata(opened, groups, steps, configured_dtype(opened))
         return add_deepspeed_state(metadata, file.path.parent)
 
