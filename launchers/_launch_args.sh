@@ -84,7 +84,7 @@ mmldlm_check() {
 # Usage: mmldlm_check_hosts SSH_OPTION...   (after mmldlm_read_hostfile)
 mmldlm_check_hosts() {
     local report
-    report=$(mmldlm preflight --level 1 --only SSH001,SSH002,SSH003,SSH004,SSH005,PY001,PY002 \
+    report=$(mmldlm_module mmldlm.preflight --level 1 --only SSH001,SSH002,SSH003,SSH004,SSH005,PY001,PY002 \
         --hostfile "$HOSTFILE" "${@/#/--ssh-option=}" 2>&1) || { printf '%s\n' "$report" >&2; return 2; }
 }
 

@@ -13,6 +13,7 @@ import pytest
 from mmldlm.checkpoints.commit import begin
 from mmldlm.checkpoints.convert import convert
 from mmldlm.checkpoints.formats.dcp import DcpCheckpoint
+from mmldlm.checkpoints.formats.dcp_folder import ItemFile
 from mmldlm.checkpoints.formats.open import open_source
 from mmldlm.checkpoints.formats.safetensors import SafetensorsModel
 from mmldlm.checkpoints.inspect import compare
@@ -153,7 +154,7 @@ def test_damaged_dcp(fsdp_dir, tmp_path, damage):
     else:
         with DcpCheckpoint.open(folder) as source:
             item = source.parts["wide.weight"][1].file
-            data[item._open().position_of(item._stored, 3)] ^= 1
+            data[ItemFile.position_of(item, item._tensor(), 3)] ^= 1
         two.write_bytes(data)
     with pytest.raises(UserError, match="distcp"):
         convert(folder, tmp_path / "out")

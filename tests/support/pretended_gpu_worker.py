@@ -9,7 +9,6 @@ JSON object, case -> "equal" or what went wrong.
 
 from __future__ import annotations
 
-import copy
 import ctypes
 import json
 import math
@@ -95,6 +94,7 @@ def samplers(checkpoint: str, device: str) -> dict[str, Callable[[], Any]]:
     """Every sampler of every kind of model, on a device."""
     import torch
 
+    from mmldlm.diffusion.hdlm import HierarchicalProcess
     from mmldlm.inference.load import load_pretrained
     from mmldlm.sampling.autoregressive import write_texts
     from mmldlm.sampling.joint import sample_joint
@@ -104,7 +104,7 @@ def samplers(checkpoint: str, device: str) -> dict[str, Callable[[], Any]]:
     from mmldlm.sampling.text import sample_lengths, sample_text
     from mmldlm.tasks.image_codes.sampling import sample_codes, sample_codes_and_texts
     from tests.sampling.test_autoregressive import make_model as make_causal_model
-    from tests.sampling.test_posterior import PROCESSES, model_of
+    from tests.sampling.test_posterior import CLUSTERS, MASK, PROCESSES, model_of
     from tests.tasks.image_codes.test_model import make_model as make_codes_model
 
     pretrained = load_pretrained(checkpoint, device)
@@ -131,9 +131,8 @@ def samplers(checkpoint: str, device: str) -> dict[str, Callable[[], Any]]:
             sample_codes_and_texts, codes, 5, text_diffusion=text, steps=3, batch_size=2
         ),
     }
-    for name, process in PROCESSES.items():
-        if name == "hdlm":
-            process = copy.copy(process).to(device)
+    processes = PROCESSES | {"hdlm": HierarchicalProcess(CLUSTERS.to(device), MASK)}
+    for name, process in processes.items():
         found[f"posterior, {name}"] = partial(
             sample_by_posterior, model_of().to(device), points, process, num_steps=3
         )
