@@ -22,6 +22,7 @@ _NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]*[A-Za-z0-9_])?")
 _SLOTS = re.compile(r"slots=(0*[1-9][0-9]*)")
 LOCAL_NAMES = ("localhost", "127.0.0.1")
 _PIPE_SECONDS = 10.0
+_MAX_BYTES = 1 << 24
 MOST_PROBLEMS = 8
 
 
@@ -113,7 +114,7 @@ def _read_bytes(path: Path) -> bytes:
         mode, deadline, data = os.fstat(file).st_mode, time.monotonic() + _PIPE_SECONDS, b""
         if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISDIR(mode)):
             raise OSError(None, "neither a file nor a pipe")
-        while True:
+        while len(data) <= _MAX_BYTES:
             if not select.select([file], [], [], max(deadline - time.monotonic(), 0))[0]:
                 raise OSError(
                     None, f"a pipe whose writer did not finish within {_PIPE_SECONDS:.0f} s"
@@ -122,6 +123,7 @@ def _read_bytes(path: Path) -> bytes:
             if not chunk:
                 return data
             data += chunk
+        raise OSError(None, f"more than {_MAX_BYTES >> 20} MiB")
     finally:
         os.close(file)
 

@@ -61,11 +61,14 @@ def map_array(path: Path) -> np.ndarray:
     return np.load(path, mmap_mode="r", allow_pickle=False).view(np.ndarray)
 
 
-def read_npz_array(path: Path, name: str | None = None) -> np.ndarray:
+def read_npz_array(
+    path: Path, name: str | None = None, max_bytes: int | None = None
+) -> np.ndarray:
     """Read one array of a .npz file of any size that fits into memory.
 
     Args:
         name: Name of the array (default: the only one).
+        max_bytes: Size above which the array is unreadable, before memory is considered.
 
     Raises:
         UserError: it is larger than the free memory.
@@ -83,6 +86,8 @@ def read_npz_array(path: Path, name: str | None = None) -> np.ndarray:
                         f" --latents-field names {'none' if name is None else repr(name)}"
                     )
                 member = archive.getinfo(f"{chosen}.npy")
+                if max_bytes is not None and member.file_size > max_bytes:
+                    raise UnreadableArrayError(f"{chosen}.npy of {member.file_size} bytes")
                 fix = "save it as .npy, which is mapped"
                 require_memory(member.file_size, f"the array {chosen} in {path}", fix)
                 with archive.open(member) as stream:

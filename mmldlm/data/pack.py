@@ -59,6 +59,8 @@ from mmldlm.utils.screen import open_console
 Sample = SampleFiles | LatentRow
 _BLOCK = 4096
 
+MAX_TOKEN_BYTES = 64 << 20  # of an array of one sample's tokens, which need far less
+
 
 @dataclass
 class PackOptions:
@@ -388,7 +390,10 @@ class _Reader:
             UserError: ids of another tokenizer.
             ValueError, OSError: not a file of tokens.
         """
-        ids, mask = (read_npz_array(path, key).ravel() for key in ("input_ids", "attention_mask"))
+        ids, mask = (
+            read_npz_array(path, key, MAX_TOKEN_BYTES).ravel()
+            for key in ("input_ids", "attention_mask")
+        )
         is_valid = ids.dtype.kind in "iu" and mask.dtype.kind in "biu" and ids.shape == mask.shape
         if not is_valid:
             raise ValueError("input_ids and attention_mask that do not fit")

@@ -382,6 +382,20 @@ class Watcher:
             return Outcome(EXIT_DONE)
         if launcher_ended and num_done < self.context.world_size:
             code = self.process.returncode
+            if (
+                code == 0
+                and num_done
+                and len(states) == num_done
+                and not any(v["processes"] for v in views.values())
+            ):
+                # No launcher returns 0 after a failed rank, and a rank returns 0 only when all
+                # have finished.
+                missing = self.context.world_size - num_done
+                print_line(
+                    f"{missing} rank(s) left no status, the launcher returned 0: is /tmp full on a"
+                    " node?"
+                )
+                return Outcome(EXIT_DONE)
             status = f"signal {-code}" if code < 0 else f"status {code}"
             return node_outcome(f"the launcher ended with {status} before its ranks", views, [])
         for name, view in views.items():

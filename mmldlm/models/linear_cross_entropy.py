@@ -139,7 +139,11 @@ class _ChunkedHead:
                     total = self.grad_weight
                     torch.addmm(total, grad_logits.t(), weighted, out=total)
                 else:
-                    self.grad_weight.add_(grad_logits.t() @ weighted)
+                    product = grad_logits.t() @ weighted
+                    # By rows on a CPU, where torch copies all that it converts.
+                    step = 4096 if product.device.type == "cpu" else len(product)
+                    for total, part in zip(self.grad_weight.split(step), product.split(step)):
+                        total.add_(part)
 
     def _score(self, rows: slice) -> Tensor:
         """NLL and correctness of a chunk; returns P - onehot(t) of it [rows, V], if gradients are

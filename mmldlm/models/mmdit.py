@@ -605,6 +605,8 @@ class MultimodalMMDiT(BaseTransformer):
 
     def encode_points(self, latents: LatentInputs, side_inputs: Any) -> EncodedLatent:
         """Encode latents of shape [B, n, D]."""
+        if side_inputs is not None:
+            raise ValueError(f"side_inputs are not read by {type(self).__name__}")
         return EncodedLatent(*self.latent_encoder(self.scaled_points(latents), latents.is_null))
 
     def scaled_points(self, latents: LatentInputs) -> Tensor:
@@ -645,6 +647,8 @@ class MultimodalMMDiT(BaseTransformer):
             latents: Those of `forward`.
             query: Argument latent_query of `forward`.
         """
+        if query is not None:
+            raise ValueError(f"latent_query is not read by {type(self).__name__}")
         prediction = self.latent_head(rows, condition).float()
         # The prediction has the shape of the latents, [B, D] where that was given.
         if latents is None or latents.values.dim() == 2:

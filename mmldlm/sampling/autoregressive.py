@@ -262,7 +262,7 @@ def write_texts(
         recorder: Callback after every token, of samplers without beams.
 
     Raises:
-        UserError: options of draws with a sampler that draws nothing.
+        UserError: options of draws or of beams with a sampler that has none.
         MmldlmError: NaN logits.
         SamplingInterrupted: an interrupt after the first batch.
     """
@@ -271,6 +271,12 @@ def write_texts(
             f"no --temperature or --top-p with --sampler {sampler}, which draws nothing",
             f"temperature {temperature}, top_p {top_p}",
             "add --sampler ancestral (several texts for one embedding need draws), or omit them",
+        )
+    if num_beams is not None and sampler not in EXPONENTS:
+        raise UserError(
+            f"no --num-beams with --sampler {sampler}",
+            str(num_beams),
+            f"add --sampler {' or '.join(EXPONENTS)}",
         )
     assert recorder is None or sampler not in EXPONENTS, "a beam search has no one text that grows"
     count = len(latents) if latents is not None else num_samples

@@ -148,7 +148,7 @@ class Recorder:
                 last = self._last.get(index, before[row])
                 masked_again = ((after[row] == mask) & (last != mask)).nonzero()[:, 0]
                 writes[row] = [Write(position, None) for position in masked_again.tolist()]
-                self._last[index] = after[row]
+                self._last[index] = after[row].clone()
         for position, write in _filled(before, after, positions, logits):
             if position // width in writes and write.token != mask:
                 writes[position // width].append(write)

@@ -104,12 +104,25 @@ def test_a_script_that_ends_at_the_signal_was_interrupted(watched):
     assert "ended first" in one.evaluate(views, False, 10.0).reason
 
 
-def test_a_launcher_that_ends_before_its_ranks_has_failed(watched):
+@pytest.mark.parametrize(
+    ("code", "processes", "expected"), [(0, 0, EXIT_DONE), (1, 0, 1), (0, 2, 1)]
+)
+def test_a_rank_without_a_state_is_judged_by_the_launcher(
+    watched, capsys, code, processes, expected
+):
+    """Its node's folders were full from the first moment."""
     one, states, views = watched
-    one.process = ended(0)
-    states["a"].update(exit=EXIT_DONE, alive=False)
+    one.process = ended(code)
+    views_of_none = {name: {"ranks": [], "processes": 0, "ended": []} for name in "abc"}
+    # A launcher that ended before it started anything.
+    assert one.evaluate(views_of_none, True, 10.0).code == 1
+    for name in "ac":
+        states[name].update(exit=EXIT_DONE, alive=False)
+        views[name]["processes"] = 0
+    views["b"] = {"ranks": [], "processes": processes, "ended": []}
     outcome = one.evaluate(views, True, 10.0)
-    assert outcome.code == 1 and outcome.reason.startswith("the launcher ended with status 0")
+    assert outcome.code == expected
+    assert ("left no status" in capsys.readouterr().out) == (expected == EXIT_DONE)
 
 
 def test_a_rank_that_ends_because_of_another_has_not_failed(watched):

@@ -181,3 +181,5 @@ def test_options_that_a_sampler_does_not_read_are_errors(latents):
         write_texts(model, latents, temperature=1.0)
     with pytest.raises(UserError, match="--sampler ancestral"):
         write_texts(model, latents, sampler="beam", top_p=0.9)
+    with pytest.raises(UserError, match="--num-beams"):
+        write_texts(model, latents, sampler="ancestral", num_beams=4)

@@ -246,7 +246,16 @@ class ZeroCheckpoint(WeightSource):
 
         DeepSpeed names them from ZeRO-1 on; under ZeRO-0 mmldlm does, in the client state.
         """
-        self.mark_tied(state.get("shared_params") or state.get("aliases"), file.path)
+        aliases = state.get("shared_params") or state.get("aliases")
+        if self.stage == 3:
+            # Only the owner was saved: without it the weight is lost.
+            for alias, owner in tied_names(aliases, file.path).items():
+                if owner not in self.tensors:
+                    raise corrupt_file_error(
+                        file.path,
+                        f"{alias} tied to {owner}, which has no weights in the checkpoint",
+                    )
+        self.mark_tied(aliases, file.path)
 
     def _add_trainable(self, name: str, shape: tuple[int, ...], parts: Parts) -> None:
         self.tensors[name] = TensorInfo(name, "float32", shape, "trainable")

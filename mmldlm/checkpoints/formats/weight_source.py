@@ -333,9 +333,17 @@ class WeightSource:
         return tuple(what for what in MOMENTS if name in self.moments.get(what, {}))
 
     def rename(self, names: dict[str, str]) -> None:
-        """Give tensors new names: {name: new name} of all that are to be kept, among them the
-        owner of every alias.
-        """
+        """Give tensors new names: {name: new name} of all that are to be kept."""
+        # A name that is left out may have stored the elements of one that is kept.
+        heirs: dict[str, str] = {}
+        for name, info in list(self.tensors.items()):
+            if name in names and info.alias_of is not None and info.alias_of not in names:
+                heir = heirs.setdefault(info.alias_of, name)
+                if heir == name:
+                    self.tensors[name] = self.tensors[info.alias_of]._replace(name=name)
+                    self.parts[name] = self.parts[info.alias_of]
+                else:
+                    self.tensors[name] = info._replace(alias_of=heir)
         self.tensors = {
             names[name]: info._replace(
                 name=names[name], alias_of=info.alias_of and names[info.alias_of]
