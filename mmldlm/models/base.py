@@ -241,7 +241,13 @@ class BaseTransformer(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def check_text(self, text: TextInputs) -> None:
-        """Raise a ValueError for texts longer than model.max_seq_len."""
+        """Raise a TypeError for a tensor, as `forward` took before, and a ValueError for texts
+        longer than model.max_seq_len.
+        """
+        if not isinstance(text, TextInputs):
+            raise TypeError(
+                f"forward takes mmldlm.models.TextInputs(tokens, ...), not {type(text).__name__}"
+            )
         if text.tokens.shape[1] > self.config.max_seq_len:
             raise ValueError(
                 f"text of {text.tokens.shape[1]} tokens, but model.max_seq_len is"

@@ -416,8 +416,9 @@ class MultimodalMMDiT(BaseTransformer):
             side_inputs: What a subclass reads besides (`encode_points`, `embed_text`).
 
         Raises:
-            ValueError: on shapes that do not fit the config, token_positions that leave text out
-                without an attention_mask, or (on a CPU) a scored position that is padding.
+            ValueError: on shapes that do not fit the config, dropout without keys, token_positions
+                that leave text out without an attention_mask, or (on a CPU) a scored position that
+                is padding.
         """
         reads_text = text is not None
         if text is None:
@@ -534,7 +535,8 @@ class MultimodalMMDiT(BaseTransformer):
         rate = self.config.dropout if self.training else 0.0
         if rate == 0:
             return None
-        assert keys is not None, "model.dropout needs dropout_keys in training (or model.eval())"
+        if keys is None:
+            raise ValueError("model.dropout needs dropout_keys in training (or model.eval())")
         position = row_positions(packed, length, packing)
         return RowDropout.of_rows(keys, packing.sample, position, len(self.blocks), rate)
 

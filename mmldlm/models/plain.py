@@ -455,7 +455,7 @@ class PlainTransformer(BaseTransformer):
 
         Raises:
             ValueError: on shapes that do not fit the config, latents for a model that reads none,
-                or (on a CPU) a scored position that is padding.
+                dropout without keys, or (on a CPU) a scored position that is padding.
         """
         if text is None:
             assert isinstance(latents, LatentInputs), "without a text there are latents"
@@ -559,7 +559,8 @@ class PlainTransformer(BaseTransformer):
         rate = self.config.dropout if self.training else 0.0
         if rate == 0:
             return None
-        assert keys is not None, "model.dropout needs dropout_keys in training (or model.eval())"
+        if keys is None:
+            raise ValueError("model.dropout needs dropout_keys in training (or model.eval())")
         num_prefix = 0 if prefix is None else prefix.shape[1]
         sites = 3 if self.config.conditioning == "cross_attention" else 2
         shape = (tokens.shape[0], tokens.shape[1])

@@ -256,7 +256,7 @@ def test_dropout_does_not_depend_on_padding_or_on_the_other_samples():
 
 
 def test_dropout_in_training_needs_its_keys():
-    with pytest.raises(AssertionError, match="dropout_keys"):
+    with pytest.raises(ValueError, match="dropout_keys"):
         run_model(make(dropout=0.1), **batch([4, 3]))
 
 

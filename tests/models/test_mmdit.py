@@ -147,6 +147,8 @@ def test_latents_encoded_before_give_the_same_text_and_nothing_else(more):
     torch.testing.assert_close(null.text.logits, without.text.logits, rtol=1e-4, atol=1e-5)
     order = torch.tensor([3, 1])
     torch.testing.assert_close(encoded.select(order).tokens, encoded.tokens[order])
+    with pytest.raises(ValueError, match="side_inputs"):
+        run_model(model, tokens, latents, text_t, latent_t, side_inputs=tokens)
 
 
 def test_qk_rmsnorm_switch_changes_parameters_and_output():
@@ -321,6 +323,8 @@ def test_bad_shapes_are_named():
         run_model(model, torch.cat([tokens, tokens], 1), latents)
     with pytest.raises(ValueError, match="latent_dim"):
         run_model(model, tokens, latents[:, :5])
+    with pytest.raises(TypeError, match="TextInputs"):
+        model(tokens, latents)
     with pytest.raises(ValueError, match="mask_token_id"):
         make(mask_token_id=40)
 

@@ -30,7 +30,7 @@ from mmldlm.models.plain import PlainTransformer
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.base import Metric, ModelSizes
 from mmldlm.tasks.baselines.config import BaselineConfig
-from mmldlm.tasks.batch_checks import store_problems
+from mmldlm.tasks.batch_checks import range_problems, store_problems
 from mmldlm.tasks.collation import (
     BATCH_STREAM,
     CandidateSampler,
@@ -393,10 +393,20 @@ class BaselineTask(TextTask):
         return "latent_tokens.null_", "latent_pooled.null_"
 
     def check_batch(self, data: LatentData, batch: BaselineBatch) -> list[str]:
-        return store_problems(
-            batch,
-            data.train.get(batch.ids),
-            data.config.model.eos_token_id,
-            batch.latents,
-            lambda rows: [torch.from_numpy((rows - data.latent_mean) / data.latent_std)],
-        )
+        """Return what is wrong with a micro-batch: values out of range, scored tokens or latents
+        that are not the store's.
+
+        A position that is not scored may hold a noised token.
+        """
+        model, times = data.config.model, batch.text_timesteps
+        timesteps = {} if times is None else {"text_timesteps": times}
+        return [
+            *range_problems(batch, model.vocab_size, timesteps, model.extra_input_tokens),
+            *store_problems(
+                batch,
+                data.train.get(batch.ids),
+                model.eos_token_id,
+                batch.latents,
+                lambda rows: [torch.from_numpy((rows - data.latent_mean) / data.latent_std)],
+            ),
+        ]

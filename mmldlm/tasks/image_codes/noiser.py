@@ -121,3 +121,26 @@ class CodeNoiser(ImageNoiser):
             "code_targets": ids.flatten()[positions],
             "code_weights": (1 / fraction)[positions // ids.shape[1]].float(),
         }
+
+
+def code_problems(batch: CodesBatch, num_codes: int) -> list[str]:
+    """Return what is wrong with the codes of a micro-batch.
+
+    Masked ids are exactly those that are scored, or of a sample whose weight is 0; all others are
+    the clean ones.
+    """
+    assert batch.latents is not None
+    noised, clean = batch.latents.cpu()[..., 0], batch.latent_clean.cpu()[..., 0]
+    masked, problems = noised == num_codes, []
+    if clean.numel() and not 0 <= int(clean.min()) <= int(clean.max()) < num_codes:
+        problems.append(
+            f"codes hold ids {int(clean.min())}..{int(clean.max())} outside 0..{num_codes - 1}"
+        )
+    if not torch.equal(noised[~masked], clean[~masked]):
+        problems.append("codes that are not masked differ from the clean ones")
+    positions, targets = batch.code_positions.cpu(), batch.code_targets.cpu()
+    if not bool(masked.flatten()[positions].all()) or not torch.equal(
+        clean.flatten()[positions], targets
+    ):
+        problems.append("code_targets are not the clean ids of masked codes")
+    return problems

@@ -15,7 +15,7 @@ from mmldlm.tasks.base import Metric
 from mmldlm.tasks.image_codes.config import CODE_SAMPLERS, CODE_STEPS, ImageCodesConfig
 from mmldlm.tasks.image_codes.data import ImageCodesData, open_data
 from mmldlm.tasks.image_codes.model import CodeEncoder, CodesMMDiT
-from mmldlm.tasks.image_codes.noiser import CodeNoiser
+from mmldlm.tasks.image_codes.noiser import CodeNoiser, CodesBatch, code_problems
 from mmldlm.tasks.image_codes.objective import CodeObjective
 from mmldlm.tasks.image_codes.sampling import sample_codes, sample_codes_and_texts
 from mmldlm.tasks.image_text.task import ImageTextTask
@@ -169,4 +169,11 @@ class ImageCodesTask(ImageTextTask):
             options["temperature"] = 1.0
         return sample_codes_and_texts(
             pretrained.model, num_samples, text_diffusion=pretrained.text_diffusion, **options
+        )
+
+    # -- debugging --------------------------------------------------------------------------------
+
+    def check_batch(self, data: ImageCodesData, batch: CodesBatch) -> list[str]:
+        return super().check_batch(data, batch) + code_problems(
+            batch, not_none(data.config.model.num_codes)
         )

@@ -21,7 +21,7 @@ from mmldlm.sampling.joint import sample_joint
 from mmldlm.sampling.latents import sample_latents
 from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.base import Metric, ModelSizes
-from mmldlm.tasks.batch_checks import store_problems
+from mmldlm.tasks.batch_checks import range_problems, store_problems
 from mmldlm.tasks.collation import CandidateSampler
 from mmldlm.tasks.text_task import MaskedTextTask, Pretrained
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
@@ -318,13 +318,20 @@ class TranslationTask(MaskedTextTask):
         return (*UNREAD_MODULES[mode], *unread, *nulls)
 
     def check_batch(self, data: TranslationData, batch: TranslationBatch) -> list[str]:
-        return store_problems(
-            batch,
-            data.train.get(batch.ids),
-            not_none(data.config.model.eos_token_id),
-            batch.latent_clean,
-            lambda rows: (_in_model_space(variant, data) for variant in data.variants(rows)),
-        )
+        timesteps = {
+            "text_timesteps": batch.text_timesteps,
+            "latent_timesteps": batch.latent_timesteps,
+        }
+        return [
+            *range_problems(batch, not_none(data.config.model.vocab_size), timesteps),
+            *store_problems(
+                batch,
+                data.train.get(batch.ids),
+                not_none(data.config.model.eos_token_id),
+                batch.latent_clean,
+                lambda rows: (_in_model_space(variant, data) for variant in data.variants(rows)),
+            ),
+        ]
 
 
 def _in_model_space(latents: np.ndarray, data: TranslationData) -> Tensor:

@@ -54,6 +54,8 @@ def test_every_token_and_eos_is_scored_and_a_placeholder_is_not(data):
     assert TASK.check_batch(data, batch) == []
     batch.text_targets[0] += 1
     assert any("not the store's" in problem for problem in TASK.check_batch(data, batch))
+    batch.text_tokens[0, 0] = data.config.model.vocab_size
+    assert any("text_tokens holds ids" in problem for problem in TASK.check_batch(data, batch))
 
 
 def test_micro_batches_add_up_to_the_global_batch(data):

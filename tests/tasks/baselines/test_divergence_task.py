@@ -187,6 +187,11 @@ def test_a_batch_holds_what_the_store_has(store, name):
     assert task.check_batch(data, batch) == []
     batch.text_targets[0] += 1
     assert any("not the store's" in problem for problem in task.check_batch(data, batch))
+    model = data.config.model
+    batch.text_timesteps[0] = 1.5
+    batch.text_tokens[0, 0] = model.vocab_size + model.extra_input_tokens
+    found = " ".join(task.check_batch(data, batch))
+    assert "text_tokens holds ids" in found and "text_timesteps outside" in found
 
 
 @pytest.mark.parametrize("name", OWN)

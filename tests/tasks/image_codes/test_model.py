@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from mmldlm.errors import UserError
+from mmldlm.models import MultimodalMMDiT
+from mmldlm.models.mmdit_config import ModelConfig
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.image_codes.config import ImageCodesModelConfig
 from mmldlm.tasks.image_codes.model import CodesMMDiT
@@ -160,8 +162,8 @@ def test_embeddings_start_from_their_patches():
     )
 
 
-def test_ids_out_of_range_and_a_missing_number_of_codes_are_refused():
-    model, (_, ids, _) = make_model(), inputs()
+def test_ids_out_of_range_and_models_of_the_other_kind_are_refused():
+    model, (tokens, ids, t) = make_model(), inputs()
     assert torch.equal(model.scale_latents(ids.clamp_max(Q - 1)), ids.clamp_max(Q - 1))
     for wrong in (-1, Q):
         with pytest.raises(UserError, match="0 to 36"):
@@ -169,3 +171,7 @@ def test_ids_out_of_range_and_a_missing_number_of_codes_are_refused():
     values = model.config.model_dump()
     with pytest.raises(UserError, match="num_codes"):
         CodesMMDiT(ImageCodesModelConfig(**{**values, "num_codes": None}))
+    del values["num_codes"]
+    pixels = MultimodalMMDiT(ModelConfig(**values))
+    with pytest.raises(ValueError, match="latent_query"):
+        run_model(pixels, tokens, ids.float(), t, t, latent_query=TokenQuery(torch.arange(2)))

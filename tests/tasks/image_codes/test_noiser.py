@@ -120,5 +120,9 @@ def test_a_damaged_id_is_left_out_and_named(codes, tmp_path):
 def test_the_check_of_batches_knows_what_is_wrong(codes):
     task, data = opened(codes, "training.loss_type=t2l")
     batch = collate(task, data, range(8), size=8)
-    batch.latent_clean[0, 0] += 1
-    assert "not the store's" in task.check_batch(data, batch)[0]
+    places = (batch.latents[..., 0] != Q).nonzero()
+    batch.latents[tuple(places[0])] += 1
+    assert len(task.check_batch(data, batch)) == 1
+    batch = collate(task, data, range(8), size=8)
+    batch.code_targets[0] += 1
+    assert "code_targets" in task.check_batch(data, batch)[0]
