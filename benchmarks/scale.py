@@ -195,7 +195,7 @@ def answer_bytes(num_nodes: int) -> int:
 
 
 def node_facts(index: int) -> dict[str, Any]:
-    """Return what a node reports of versions, code, data, network and GPUs."""
+    """Return what a node reports of versions, code, data, environment, network and GPUs."""
     differs = index % 16 == 7
     packages = dict.fromkeys(("python", "torch", "deepspeed", "numpy"), "2.0")
     if differs:
@@ -221,7 +221,7 @@ def node_facts(index: int) -> dict[str, Any]:
             "ephemeral_ports": [32768, 60999],
         },
         "versions": {"packages": packages, "nccl": "2.27.3", "machine": "x86_64"},
-        "code": {"folder": "/code", "sources": "0" * 16, "commit": "c" * 40},
+        "code": {"sources": "0" * 16, "commit": "c" * 40},
         "data": {
             "manifest_sha256": ["a" * 64],
             "files": files,

@@ -174,7 +174,12 @@ def _fit_to_task(
     if sampler is not None:
         of_others = task.unread_options(IMAGE_KINDS.get(kind, kind), sampler)
         if wrong := [key for key in TASK_OPTIONS if key in given and key in of_others]:
+            known = flags(
+                key
+                for key in TASK_OPTIONS
+                if kind in READERS[key] and key not in (*unread, *of_others)
+            )
             fix = "omit them, or choose the --sampler that reads them"
-            raise UserError(f"options that --sampler {sampler} reads", flags(wrong), fix)
+            raise UserError(f"options that --sampler {sampler} reads: {known}", flags(wrong), fix)
         unread += of_others
     values.update(dict.fromkeys(unread))

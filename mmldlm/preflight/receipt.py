@@ -53,7 +53,7 @@ def installed_versions() -> dict:
     return {**versions({})["packages"], "sources": code({})["sources"]}
 
 
-def create(context, results, code: int, seconds: float) -> dict:
+def create(context, results, exit_code: int, seconds: float) -> dict:
     """Return the receipt as JSON values."""
     hostfile = context.options.hostfile
     return {
@@ -68,7 +68,7 @@ def create(context, results, code: int, seconds: float) -> dict:
         "config_sha256": config_hash(context.config) if context.config is not None else None,
         "hostfile_sha256": _file_hash(hostfile) if hostfile else None,
         "installed": installed_versions(),
-        "exit_code": code,
+        "exit_code": exit_code,
         "failing_nodes": failing_nodes(context, results),
         "exclude": "@".join(failing_nodes(context, results)),
         "results": [asdict(result) for result in results],

@@ -249,19 +249,27 @@ def _occupation(gpu: dict) -> tuple[str, str, str] | None:
 
 @check("GPU005", 2, "node", "same GPUs and driver")
 def gpus_are_alike(context):
-    """GPU model and driver are those of the majority."""
-    models = {
-        name: f"{facts['gpus'][0].get('name')}, driver {facts['driver']}"
+    """GPU models and driver are those of the majority, and a node has GPUs of one model."""
+    by_node = {
+        name: {
+            "models": sorted({gpu["name"] for gpu in facts["gpus"] if not gpu.get("lost")}),
+            "driver": facts["driver"],
+        }
         for name, facts in context.probe_values("gpus").items()
         if facts.get("gpus")
     }
-    if not models:
+    if not by_node:
         yield skip("no node has GPUs")
-    usual = majority(models)
-    for name, model in models.items():
-        if model == usual:
-            yield ok(model, name)
-        else:
-            yield warn(
-                model, usual, "expect the speed of the slowest GPU, or exclude the node", name
-            )
+    usual = majority(by_node)
+    for name, node in by_node.items():
+        measured, expected = (
+            f"{' and '.join(n['models']) or 'no answer'}, driver {n['driver']}"
+            for n in (node, usual)
+        )
+        if node == usual and len(node["models"]) <= 1:
+            yield ok(measured, name)
+            continue
+        if node == usual:
+            expected = "GPUs of one model"
+        fix = "expect the speed of the slowest GPU, or exclude the node"
+        yield warn(measured, expected, fix, name)

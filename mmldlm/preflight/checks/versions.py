@@ -81,9 +81,7 @@ def versions_agree(context):
         measured = ", ".join(
             f"{k} {v or 'missing'} (others {usual[k] or 'none'})" for k, v in differ.items()
         )
-        fix = f"on {name}: pip install -c constraints.txt " + " ".join(
-            f"{k}=={usual[k]}" for k in differ if usual[k]
-        )
+        fix = f"on {name}: {_versions_fix(differ, usual)}"
         if any(key in _MUST_AGREE for key in differ):
             yield fail(measured, "the same versions on all nodes", fix, name)
         elif differ:
@@ -94,6 +92,25 @@ def versions_agree(context):
                 f" python {installed['python']}",
                 name,
             )
+
+
+def _versions_fix(differ: dict[str, str | None], usual: dict[str, str | None]) -> str:
+    """How a node whose versions differ gets the usual ones."""
+    packages = [key for key in differ if key in PACKAGES]
+    wanted = [f"{key}=={usual[key]}" for key in packages if usual[key]]
+    unwanted = [key for key in packages if not usual[key]]
+    steps = []
+    if "machine" in differ:
+        steps.append(f"exclude it, or the nodes that are {usual['machine']}")
+    if "python" in differ:
+        steps.append(f"use an environment of Python {usual['python']}")
+    if wanted:
+        steps.append(f"pip install -c constraints.txt {' '.join(wanted)}")
+    if unwanted:
+        steps.append(f"pip uninstall {' '.join(unwanted)}")
+    if "nccl" in differ and "torch" not in differ:
+        steps.append("install torch from the same index as on the others: its wheel brings NCCL")
+    return "; ".join(steps)
 
 
 @check("VER002", 2, "node", "same code")

@@ -72,6 +72,16 @@ def test_another_driver_warns_on_the_odd_node():
     )
 
 
+def test_a_node_of_two_gpu_models_warns():
+    mixed = gpus(gpu(), {**gpu(), "name": "NVIDIA A100-SXM4-40GB"})
+    found = run("GPU005", make_context(gpus={"a": gpus(gpu()), "b": mixed, "c": gpus(gpu())}))
+    assert [found[name].status for name in "abc"] == [PASS, WARN, PASS]
+    assert "A100" in found["b"].measured and "A100" not in found["b"].expected
+    # Where all nodes are so, each of them is as slow as its slowest GPU.
+    everywhere = run("GPU005", make_context(gpus=mixed)).values()
+    assert {node.status for node in everywhere} == {WARN}
+
+
 def test_an_unanswered_question_is_a_failure_and_not_a_cpu_run():
     context = make_context(gpus=gpus(gpu()))
     for name, error in (("a", {"error": "x", "timeout": True}), ("b", {"error": "No module"})):

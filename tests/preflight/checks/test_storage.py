@@ -1,4 +1,4 @@
-"""Versions, stores and folders on facts written by hand."""
+"""Stores and folders on facts written by hand."""
 
 from __future__ import annotations
 
@@ -7,41 +7,10 @@ import json
 
 import pytest
 
-from mmldlm.preflight.check import FAIL, PASS, WARN
+from mmldlm.preflight.check import FAIL, PASS
 from mmldlm.preflight.checks import storage
 from mmldlm.tasks.registry import build_config
 from tests.support.preflight_context import make_context, run
-
-
-def versions(nccl=None, **changes) -> dict:
-    packages = {
-        "python": "3.11.7",
-        "torch": "2.13.0",
-        "deepspeed": "0.19.8",
-        "numpy": "2.4.6",
-        **changes,
-    }
-    return {"packages": packages, "nccl": nccl, "machine": "x86_64"}
-
-
-def test_nccl_as_loaded_counts_as_a_version():
-    found = run(
-        "VER001",
-        make_context(
-            versions={n: versions(nccl="2.20.5" if n == "c" else "2.19.3") for n in "abc"}
-        ),
-    )
-    assert found["c"].status == FAIL and "2.20.5 (others 2.19.3)" in found["c"].measured
-
-
-def test_a_lesser_package_only_warns():
-    found = run(
-        "VER001",
-        make_context(
-            versions={n: versions(numpy="2.0.0" if n == "c" else "2.4.6") for n in "abc"}
-        ),
-    )
-    assert found["c"].status == WARN and found["a"].status == PASS
 
 
 def test_a_hung_probe_fails_on_its_node():
