@@ -279,7 +279,7 @@ class Replay:
         )
         while state.step < end:
             if state.is_excluded():
-                state.skip_batch(skipped["global_batch"])
+                state.exclude_batch(skipped["global_batch"])
                 continue
             first = state.step * num_micro_batches
             train_step(context, [micro_batches[first + i] for i in range(num_micro_batches)])

@@ -72,7 +72,7 @@ class Engine(Ranks, ABC):
     def grad_norm(self) -> Tensor:
         """Global L2 norm of the accumulated gradients before clipping. Collective.
 
-        0-d, on the device, the same on every rank; NaN, inf or -1 (which of them depends on the
+        0-d, on the device, the same on every rank; NaN or inf (which of them depends on the
         engine) if any element on any rank is not finite. Adds no host sync to the engine's own.
         Call it once, then `step` or `discard_gradients`.
         """

@@ -79,7 +79,7 @@ class DeepSpeedEngine(Engine):
                 deepspeed.utils.set_z3_leaf_module(unit, True)
         if self.world_size > 1:
             check_same_hooks(model)
-        self._engine, self.zero_optimizer, _, _ = deepspeed.initialize(
+        self._engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=ds_config
         )
         self._init_masters_exactly(exact)
@@ -91,9 +91,7 @@ class DeepSpeedEngine(Engine):
         self._own_parameters = [
             parameter for group in self._own_groups for parameter in group["params"]
         ]
-        self._override = (
-            OverflowOverride(self.zero_optimizer, self.stage) if self.stage > 0 else None
-        )
+        self._override = OverflowOverride(self.optimizer, self.stage) if self.stage > 0 else None
         # DeepSpeed averages over ranks and accumulated micro-batches, but losses are terms of a
         # sum.
         self._undo_averaging = self.world_size * config.training.grad_accum_steps
@@ -111,7 +109,7 @@ class DeepSpeedEngine(Engine):
     def backward(self, loss: Tensor) -> None:
         if self._override is not None:
             # DeepSpeed's backward multiplies by it, and its step divides by it.
-            self.zero_optimizer.loss_scale = self.loss_scale
+            self.optimizer.loss_scale = self.loss_scale
             self._engine.backward(loss * self._undo_averaging)
         else:
             self._engine.backward(loss * (self._undo_averaging * self.loss_scale))
@@ -127,7 +125,7 @@ class DeepSpeedEngine(Engine):
         )
 
     def step(self, lr: float, grad_norm: float) -> None:
-        set_learning_rate(self.zero_optimizer, lr)
+        set_learning_rate(self.optimizer, lr)
         if self._override is not None:
             self._override.set_skip(False, grad_norm * self.loss_scale)
         else:
@@ -142,12 +140,12 @@ class DeepSpeedEngine(Engine):
                 self._engine.step()
             return
         # ZeRO-0 runs the plain optimizer, which cannot skip a step.
-        plain_step = self.zero_optimizer.step
-        self.zero_optimizer.step = lambda *args, **kwargs: None
+        plain_step = self.optimizer.step
+        self.optimizer.step = lambda *args, **kwargs: None
         try:
             self._engine.step()
         finally:
-            self.zero_optimizer.step = plain_step
+            self.optimizer.step = plain_step
 
     # -- shards of this rank ----------------------------------------------------------------------
 
@@ -158,7 +156,7 @@ class DeepSpeedEngine(Engine):
                 for group in self._own_groups
                 for p in group["params"]
             ]
-        return master_shards(self.zero_optimizer, self._engine.param_names, self.stage, self.rank)
+        return master_shards(self.optimizer, self._engine.param_names, self.stage, self.rank)
 
     def frozen_shards(self) -> list[ParameterShard]:
         frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
@@ -172,30 +170,28 @@ class DeepSpeedEngine(Engine):
     def gradient_shards(self) -> list[tuple[ParameterShard, Tensor | None]]:
         if self.stage == 0:
             return super().gradient_shards()
-        flat_gradients = _zero_gradients(self.zero_optimizer, self.stage)
+        flat_gradients = _zero_gradients(self.optimizer, self.stage)
         return [
             (shard, flat_gradients[id(shard.owner)].slice(shard.offset, shard.count))
             for shard in self.parameter_shards()
         ]
 
     def optimizer_state(self) -> dict[Tensor, dict[str, Any]]:
-        return (
-            self.zero_optimizer.state if self.stage == 0 else self.zero_optimizer.optimizer.state
-        )
+        return self.optimizer.state if self.stage == 0 else self.optimizer.optimizer.state
 
     def optimizer_groups(self) -> dict[Tensor, dict[str, Any]]:
         if self.stage == 3:
             # An optimizer group holds its sub-groups one after another, and none between steps.
-            group_of = self.zero_optimizer.sub_group_to_group_id
-            groups = self.zero_optimizer.optimizer.param_groups
-            masters = self.zero_optimizer.fp32_partitioned_groups_flat
+            group_of = self.optimizer.sub_group_to_group_id
+            groups = self.optimizer.optimizer.param_groups
+            masters = self.optimizer.fp32_partitioned_groups_flat
             return {flat: groups[group_of[index]] for index, flat in enumerate(masters)}
-        inner = self.zero_optimizer if self.stage == 0 else self.zero_optimizer.optimizer
+        inner = self.optimizer if self.stage == 0 else self.optimizer.optimizer
         return {owner: group for group in inner.param_groups for owner in group["params"]}
 
     def sync_weights_from_masters(self) -> None:
         if self.stage > 0:
-            copy_masters_to_model(self.zero_optimizer, self.stage)
+            copy_masters_to_model(self.optimizer, self.stage)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
@@ -205,7 +201,7 @@ class DeepSpeedEngine(Engine):
         for parameter in self.model.parameters():
             if (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
                 mapping.optim_fragment = None
-        self.zero_optimizer._hp_optimizer_states_linked = False
+        self.optimizer._hp_optimizer_states_linked = False
         super().load(reader, applied_steps)
 
     def snapshot_state(self, folder: Path, step: int) -> Any:
@@ -332,16 +328,20 @@ class OverflowOverride:
         self.optimizer = optimizer
         self.skip, self.norm = False, torch.zeros(())
         if stage == 3:
-            self._norm_groups = optimizer._get_norm_groups
+            from deepspeed.runtime.utils import combine_grad_norm_groups
+
+            norm_groups = optimizer._get_norm_groups
+            self._optimizer_norm = lambda: combine_grad_norm_groups(norm_groups())
             optimizer._get_norm_groups = lambda: [self.norm]
             optimizer._overflow_check_and_loss_scale_update = self._has_overflow_stage3
         elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # ZeRO-1 and 2
-            self._scaled_norm = optimizer.scaled_global_norm
+            self._optimizer_norm = optimizer.scaled_global_norm
             optimizer.scaled_global_norm = lambda *args, **kwargs: self.norm
             optimizer.check_grad_overflow = True
             optimizer.check_overflow = self._has_overflow
         else:  # BF16_Optimizer
             self._grads_for_norm = optimizer.get_grads_for_norm
+            self._optimizer_norm = self._norm_bf16
             optimizer.get_grads_for_norm = self._grads_for_norm_bf16
 
     def grad_norm(self) -> Tensor:
@@ -349,20 +349,8 @@ class OverflowOverride:
 
         Collective.
         """
-        if hasattr(self, "_norm_groups"):
-            from deepspeed.runtime.utils import combine_grad_norm_groups
-
-            return torch.as_tensor(combine_grad_norm_groups(self._norm_groups()))
-        if hasattr(self, "_scaled_norm"):
-            return torch.as_tensor(self._scaled_norm())
-        from deepspeed.runtime.utils import get_global_norm_of_tensors
-
-        grads, _ = self._grads_for_norm()
-        norm = torch.as_tensor(
-            get_global_norm_of_tensors(input_tensors=grads, mpu=self.optimizer.mpu)
-        )
-        # DeepSpeed returns -1 for a norm that is not finite; combine_grad_norm_groups above turns
-        # that into inf.
+        norm = torch.as_tensor(self._optimizer_norm())
+        # Some of DeepSpeed's functions return -1 for a norm that is not finite.
         return torch.where(norm < 0, torch.inf, norm)
 
     def set_skip(self, skip: bool, norm: float) -> None:
@@ -377,6 +365,12 @@ class OverflowOverride:
         return (
             self.optimizer._loss_scale_update_and_overflow_cleanup() if update_scale else self.skip
         )
+
+    def _norm_bf16(self) -> Tensor:
+        from deepspeed.runtime.utils import get_global_norm_of_tensors
+
+        grads, _ = self._grads_for_norm()
+        return get_global_norm_of_tensors(input_tensors=grads, mpu=self.optimizer.mpu)
 
     def _grads_for_norm_bf16(self, for_clipping: bool = False):
         if for_clipping:
@@ -401,7 +395,7 @@ def master_shards(
         # Under round_robin_gradients the flat order differs from the optimizer's.
         groups = optimizer.round_robin_bit16_groups
         flats = optimizer.single_partition_of_fp32_groups
-        offsets = [[offset for offset in group] for group in optimizer.round_robin_bit16_offsets]
+        offsets = optimizer.round_robin_bit16_offsets
     else:
         groups, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
         offsets = [[0, *accumulate(p.numel() for p in group)][:-1] for group in groups]

@@ -233,8 +233,7 @@ def update_flops(rows: int, columns: int, block_rows: int | None = None) -> floa
 
 def muon_of(engine: Engine) -> MuonAdamW | None:
     """The engine's optimizer if it is Muon. DeepSpeed wraps it in its own from ZeRO-1 on."""
-    outer = getattr(engine, "zero_optimizer", None) or engine.optimizer
-    inner = getattr(outer, "optimizer", outer)
+    inner = getattr(engine.optimizer, "optimizer", engine.optimizer)
     return inner if isinstance(inner, MuonAdamW) else None
 
 

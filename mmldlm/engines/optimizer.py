@@ -13,6 +13,7 @@ from mmldlm.config.schema import OptimizerConfig
 from mmldlm.engines.muon import MuonAdamW
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.errors import UserError
+from mmldlm.utils.formatting import join_some
 
 # Default where optimizer.muon_momentum is not set.
 MUON_MOMENTUM = 0.95
@@ -30,7 +31,7 @@ def parameter_groups(model: nn.Module, plan: ParameterPlan, config: OptimizerCon
             the model lacks.
     """
     no_decay_modules = (nn.Embedding, nn.LayerNorm, nn.RMSNorm)
-    embeddings = {
+    undecayed = {
         id(parameter)
         for module in model.modules()
         if isinstance(module, no_decay_modules)
@@ -39,14 +40,14 @@ def parameter_groups(model: nn.Module, plan: ParameterPlan, config: OptimizerCon
     if unknown := sorted(set(plan.matrices) - {name for name, _ in model.named_parameters()}):
         raise UserError(
             "names of parameters in the task's ParameterPlan.matrices",
-            f"{unknown[0]} and {len(unknown) - 1} more that the model does not have",
+            f"{join_some(unknown)}, which the model does not have",
             "correct the task's parameter_plan (docs/tasks.md)",
         )
     matrices, with_decay, without_decay = [], [], []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
-        is_exempt = parameter.dim() < 2 or id(parameter) in embeddings or name in plan.no_decay
+        is_exempt = parameter.dim() < 2 or id(parameter) in undecayed or name in plan.no_decay
         if config.kind == "muon" and name in plan.matrices:
             _check_block_rows(
                 name, parameter.shape[0] // plan.matrices[name], config.muon_block_rows

@@ -33,10 +33,8 @@ class StepDecision:
 
 
 def nonfinite_word(value: float) -> str:
-    """Return NaN or Inf for a log; both for a value that does not distinguish them (DeepSpeed's
-    norm of -1).
-    """
-    return "NaN" if math.isnan(value) else "Inf" if math.isinf(value) else "NaN or Inf"
+    """Return NaN or Inf for a log. (DeepSpeed's norm is Inf for both.)"""
+    return "NaN" if math.isnan(value) else "Inf"
 
 
 class Guard:
@@ -58,7 +56,8 @@ class Guard:
     def decide(
         self, loss: float, num_bad_losses: int, grad_norm: float, num_usable: int = 1
     ) -> StepDecision:
-        """Decide on a step whose gradients are ready.
+        """Decide on a step whose gradients are ready, and update the statistics of spikes and the
+        loss scale.
 
         Args:
             loss: Loss of the global batch.
@@ -76,13 +75,11 @@ class Guard:
             )
         if not math.isfinite(loss):
             return StepDecision(False, f"non-finite loss ({nonfinite_word(loss)})")
-        # Engines return inf or NaN; a negative one, DeepSpeed's mark of both, is no norm either.
-        if not math.isfinite(grad_norm) or grad_norm < 0:
+        if not math.isfinite(grad_norm):
             if self.loss_scale.can_decrease:
                 scale = self.loss_scale.value
-                reason = (
-                    f"fp16 overflow at loss scale {scale:g}, now {self.loss_scale.on_overflow():g}"
-                )
+                lower = self.loss_scale.on_overflow()
+                reason = f"fp16 overflow at loss scale {scale:g}, now {lower:g}"
                 return StepDecision(False, reason, is_overflow=True)
             return StepDecision(False, f"non-finite gradient norm ({nonfinite_word(grad_norm)})")
         self.loss_scale.on_success()

@@ -39,19 +39,19 @@ def needs_rollback(
     step: int,
     consecutive_skips: int,
     first_skip: int,
-    bad_state: dict[str, int],
+    nonfinite: dict[str, int],
 ) -> RollbackReason | None:
     """Return why a rollback is needed, or None. All arguments are equal on all ranks.
 
     Args:
         consecutive_skips: That of TrainingState, as `first_skip`: between the first and the last
             of these steps may lie others, which do not count.
-        bad_state: Result of the audit.
+        nonfinite: Result of the audit.
     """
-    if bad_state:
-        names = join_some(f"{name} ({count})" for name, count in bad_state.items())
+    if nonfinite:
+        names = join_some(f"{name} ({count})" for name, count in nonfinite.items())
         return RollbackReason(
-            step, f"non-finite values in the training state: {names}", None, bad_state
+            step, f"non-finite values in the training state: {names}", None, nonfinite
         )
     if consecutive_skips >= config.max_consecutive_skips:
         reason = f"{consecutive_skips} steps in a row were skipped"

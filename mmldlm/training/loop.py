@@ -56,9 +56,9 @@ def train(session: Session) -> None:
         session.enter_phase("step", timeout_factor)
         # A rollback may have decided not to train on this batch again.
         if state.is_excluded():
-            state.skip_batch(num_samples=len(session.plan.batch(state.step).ids))
+            state.exclude_batch(num_samples=len(session.plan.batch(state.step).ids))
             session.run.folder.event("passed_over", step=state.step)
-            schedule.postpone_if_due(state.step)
+            schedule.mark_due(state.step)
             if state.step % session.config.logging.eval_freq == 0:
                 state.evaluation_left = True
             continue
@@ -98,7 +98,7 @@ def train(session: Session) -> None:
                 checkpointer.save()
             # Saving may have taken long.
             interrupted = session.stop.agreed(session.engine)
-        schedule.saved(due)
+        schedule.clear_if_saved(due)
         if due.save or due.evaluate:
             release_freed_memory()  # 20 to 50 ms
 
@@ -190,7 +190,9 @@ def log_report(session: Session, report: StepReport) -> None:
         folder.message(f"profile  {profile}")
         folder.event("profile", **profile.record())
     if not report.decision.apply:
-        record = collect_step_record(session.engine, report.micro_batches, report.losses)
+        record = []
+        if not report.decision.is_overflow:  # of finite losses, and nothing that replay could find
+            record = collect_step_record(session.engine, report.micro_batches, report.losses)
         logger.log_skip(report, record)
     if report.layer_stats is not None:
         logger.log_layer_stats(report.layer_stats)
@@ -290,38 +292,37 @@ class SaveSchedule:
     """When to save, evaluate and audit: a function of numbers that all ranks share.
 
     Attributes:
-        is_overdue: Whether a checkpoint is due but postponed, because recent steps were skipped or
-            excluded.
+        is_due: Whether a checkpoint is due: now, or since steps that were skipped or excluded.
     """
 
     def __init__(self, config: Config):
         self.config = config
-        self.is_overdue = False
+        self.is_due = False
 
-    def postpone_if_due(self, step: int) -> None:
-        """Remember a checkpoint that is due at a step without training."""
-        self.is_overdue = self.is_overdue or step % self.config.logging.save_freq == 0
+    def mark_due(self, step: int) -> None:
+        """Remember a checkpoint that is due at this step, which may not allow it."""
+        self.is_due = self.is_due or step % self.config.logging.save_freq == 0
 
     def due(self, state: TrainingState, report: StepReport) -> Due:
         """Decide what follows the step that was counted last."""
         logging, step = self.config.logging, state.step
-        self.postpone_if_due(step)
+        self.mark_due(step)
         is_last = step == self.config.training.num_train_steps
         # Left by a step without training.
         evaluate = is_last or step % logging.eval_freq == 0 or state.evaluation_left
         # Not amid skips: the weights may be their cause, and the checkpoint would push out a good
         # one.
-        can_save = self.is_overdue and state.consecutive_skips == 0
+        can_save = self.is_due and state.consecutive_skips == 0
         save = is_last or report.stop_requested or report.save_requested or can_save
         # Audit before an evaluation too: a signal may cut it short, and then the weights are
         # saved.
         audit = save or evaluate or step % self.config.stability.audit_freq == 0
         return Due(is_last, save, evaluate, audit)
 
-    def saved(self, due: Due) -> None:
-        """Clear a postponed checkpoint after it was saved."""
-        self.is_overdue = self.is_overdue and not due.save
+    def clear_if_saved(self, due: Due) -> None:
+        """Forget what was due after it was saved."""
+        self.is_due = self.is_due and not due.save
 
     def reset(self) -> None:
         """Forget a postponed checkpoint: a rollback has saved one."""
-        self.is_overdue = False
+        self.is_due = False

@@ -399,6 +399,10 @@ class RunFolder:
         """Print a warning on rank 0."""
         self.screen.warning(text)
 
+    def error(self, text: str, on_screen: bool = True) -> None:
+        """Print an error on rank 0, or write it to the log file alone."""
+        self.screen.error(text, on_screen)
+
     # -- records ----------------------------------------------------------------------------------
 
     def write(self, name: str, record: dict) -> None:

@@ -246,7 +246,7 @@ class RunLogger:
         """Write the event of a skipped step, and the record that `mmldlm replay` reruns (rank 0).
 
         Args:
-            micro_batches: Result of collect_step_record.
+            micro_batches: Result of collect_step_record; none of an overflow.
         """
         if not self.run.is_main:
             return
@@ -286,10 +286,11 @@ class RunLogger:
             f"; `mmldlm replay {folder.path} {step}` traces its cause" if path is not None else ""
         )
         message = f"step {step} skipped on all ranks: {decision.reason}{rank_suffix}{hint}"
-        if decision.is_overflow or (math.isfinite(loss) and 0 <= grad_norm < math.inf):
-            folder.warning(message)  # fp16 adjusts its loss scale, or a spike
+        # Finite numbers: a spike, or a batch without a usable sample.
+        if decision.is_overflow or (math.isfinite(loss) and math.isfinite(grad_norm)):
+            folder.warning(message)
         else:
-            folder.screen.error(message)
+            folder.error(message)
 
     def _skip_record(self, report: StepReport, micro_batches: list[dict]) -> dict:
         state, training, batch = self.state, self.config.training, report.batch
@@ -452,7 +453,7 @@ class RunLogger:
         if isinstance(error, MmldlmError):
             exit_code, message = error.exit_code, str(error)
         if not isinstance(error, Interrupted):
-            self.folder.screen.error(message, on_screen=False)  # main() prints it
+            self.folder.error(message, on_screen=False)  # main() prints it
         # Other ranks may wait for this one.
         self.folder.finish_trackers(exit_code, stop=lambda: True)
         self._end(exit_code, message)

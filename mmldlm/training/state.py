@@ -85,7 +85,7 @@ class TrainingState:
         """Whether the next step's batch is excluded from training."""
         return any(first <= self.step < end for first, end in self.passed_over)
 
-    def skip_batch(self, num_samples: int) -> None:
+    def exclude_batch(self, num_samples: int) -> None:
         """Count one step whose batch is excluded."""
         self.step += 1
         self.consumed_samples += num_samples
@@ -107,7 +107,7 @@ class Requests(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LocalCounts:
+class StepCounts:
     """What this rank adds to the step's one reduction, besides losses and the gradient norm.
 
     Attributes:
@@ -127,7 +127,7 @@ class LocalCounts:
     usable: float
 
     @classmethod
-    def of(cls, batches: Sequence[Batch], requests: Requests) -> LocalCounts:
+    def of(cls, batches: Sequence[Batch], requests: Requests) -> StepCounts:
         """Count this rank's micro-batches."""
         return cls(
             stops=requests.stop,
@@ -147,13 +147,13 @@ class SharedNumbers:
         sums: Sums of the objective, by name.
         num_bad_losses: Micro-batches whose loss was not finite.
         grad_norm: Global norm before clipping.
-        counts: LocalCounts, added up.
+        counts: StepCounts, added up.
     """
 
     sums: dict[str, float]
     num_bad_losses: int
     grad_norm: float
-    counts: LocalCounts
+    counts: StepCounts
 
 
 @dataclass(frozen=True)

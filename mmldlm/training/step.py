@@ -20,9 +20,9 @@ from mmldlm.observe.layer_stats import LayerStatsCollector
 from mmldlm.stability.guard import Guard
 from mmldlm.tasks.base import Objective, Task
 from mmldlm.training.state import (
-    LocalCounts,
     Requests,
     SharedNumbers,
+    StepCounts,
     StepReport,
     TrainingState,
 )
@@ -75,7 +75,7 @@ def train_step(
         sums += torch.cat([declared, is_bad.double().reshape(1)])
     norm = engine.grad_norm().to(sums)
     layer_stats.before_step()
-    local = LocalCounts.of(batches, requests())
+    local = StepCounts.of(batches, requests())
     shared = reduce_step(engine, names, sums, norm, local)
 
     decision = guard.decide(
@@ -95,7 +95,7 @@ def train_step(
 
 
 def reduce_step(
-    engine: Engine, names: Sequence[str], sums: Tensor, grad_norm: Tensor, local: LocalCounts
+    engine: Engine, names: Sequence[str], sums: Tensor, grad_norm: Tensor, local: StepCounts
 ) -> SharedNumbers:
     """Add up one vector over all ranks and read it: the step's one host sync. Collective.
 
@@ -110,7 +110,7 @@ def reduce_step(
         torch.cat([sums, norm, engine.to_device(list(vars(local).values()))])
     )
     *values, num_bad_losses, shared_norm = vector[: len(names) + 2]
-    counts = LocalCounts(*vector[len(names) + 2 :])
+    counts = StepCounts(*vector[len(names) + 2 :])
     return SharedNumbers(
         dict(zip(names, values, strict=True)), int(num_bad_losses), shared_norm, counts
     )

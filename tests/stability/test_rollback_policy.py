@@ -81,7 +81,7 @@ def test_the_first_bad_batch_is_excluded_where_others_lie_between():
     state = TrainingState(global_batch=8, num_samples=100)
     for decision in (applied, bad, applied, overflow, bad, overflow):
         state.advance(decision, 8)
-    state.skip_batch(8)
+    state.exclude_batch(8)
     state.advance(bad, 8)
     assert (state.step, state.consecutive_skips, state.first_skip) == (8, 2, 4)
     config = StabilityConfig(max_consecutive_skips=2)
