@@ -9,13 +9,13 @@ The order of reads:
 2. Descriptions: the headers of all files, and of torch's zips the directory and `data.pkl`, are
    read, and no weight (of the optimizer the one-element step counters, which must agree). They
    give the names, shapes and places of the tensors; names come from the format (DeepSpeed's
-   `param_shapes`, DCP's `.metadata`, the keys of a state dict), without the prefixes of torch's
-   wrappers. Tensors are read here only where no name is recorded: ZeRO-0's masters, and weights
-   that were saved twice, are recognized by their values.
+   `param_shapes`, DCP's `.metadata`, the keys of a state dict, there without the prefixes of
+   torch's wrappers). Tensors are read here only where no name is recorded: ZeRO-0's masters, and
+   weights that were saved twice, are recognized by their values.
 3. Plan: what is written under which name and dtype. Links that leave the source, a
    manifest that lists other tensors, an OUT that exists and a full disk are errors before a
    byte is written.
-4. Tensors: one sequential pass in the order of the files. Each chunk is checked for NaN, infinity
+4. Tensors: one pass in the order of the files. Each chunk is checked for NaN, infinity
    and, where ZeRO keeps a low-precision copy, against that copy; it is cast and written. At the
    end the rest of every record that was read is read too, and all CRCs are compared.
 5. Comparison: every name of the source is in the output with as many elements, or was left out by
@@ -50,7 +50,7 @@ from mmldlm.checkpoints.formats.base import (
     check_nothing_left,
     execute,
 )
-from mmldlm.checkpoints.formats.export_plan import ExportPlan, check_complete, plan_export
+from mmldlm.checkpoints.formats.export_plan import ExportPlan, check_values_present, plan_export
 from mmldlm.checkpoints.formats.open import open_source, reports_deletion
 from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata
 from mmldlm.checkpoints.formats.safetensors import SafetensorsModel, SafetensorsWriter
@@ -72,7 +72,7 @@ from mmldlm.checkpoints.model_card import write_model_card
 from mmldlm.checkpoints.output_folder import (
     check_links,
     check_target,
-    copy_tokenizer_files,
+    copy_companion_files,
     partial_path,
     write_atomically,
 )
@@ -202,20 +202,13 @@ def run_conversion(source: Path | str, out: Path | str, options: ConvertOptions)
             needed += sum(entry["bytes"] for entry in files.values())
         world = {} if options.to == "safetensors" else {"world_size": planned.world_size}
         marker = {"to": options.to, **world, "from": _source_metadata(opened)}
-        write_atomically(
-            origin,
-            out,
-            options.force,
-            needed,
-            write,
-            marker,
-            options.fsync,
-        )
-        infos = [info for info in weights.tensors.values() if not info.alias_of]
-        num_aliases = len(weights.tensors) - len(infos)
+        write_atomically(origin, out, options.force, needed, write, marker, options.fsync)
         if planned.export is not None:
             infos = [tensor.info for tensor in planned.export.tensors.values()]
             num_aliases = len(planned.export.aliases)
+        else:
+            infos = [info for info in weights.tensors.values() if not info.alias_of]
+            num_aliases = len(weights.tensors) - len(infos)
         return Summary(
             num_tensors=len(infos),
             num_aliases=num_aliases,
@@ -297,7 +290,9 @@ def _plan(opened: OpenedCheckpoint, options: ConvertOptions, folder: Path) -> _P
         export = plan_export(weights, options.dtype or "fp32", options.only, options.strip_prefix)
     else:
         optimizer = optimizer_for(opened, options.to, options.dtype)
-        check_complete(weights, "take the weights that are there: --to safetensors --only '*'")
+        check_values_present(
+            weights, "take the weights that are there: --to safetensors --only '*'"
+        )
     if _stays_run(opened, options):
         folder = commit.PendingCheckpoint(folder, opened.step or 0, Ranks()).path / ENGINE_FOLDER
     request = WriteRequest(
@@ -399,31 +394,31 @@ def _source_metadata(opened: OpenedCheckpoint) -> dict[str, object]:
 
 
 def _write(
-    opened: OpenedCheckpoint, options: ConvertOptions, planned: _Planned, out: Path, name: str
+    opened: OpenedCheckpoint, options: ConvertOptions, planned: _Planned, folder: Path, name: str
 ) -> list[str]:
-    """Write everything into the folder `out`, which will be called `name`; return notes."""
+    """Write everything into `folder`, which will be called `name`; return notes."""
     weights, plan, to = opened.weights, planned.plan, options.to
-    pending = commit.begin(out, opened.step or 0) if _stays_run(opened, options) else None
+    pending = commit.begin(folder, opened.step or 0) if _stays_run(opened, options) else None
     planned.folder.mkdir(parents=True, exist_ok=True)
     execute(weights, plan, options.on_bytes)
     planned.write_others(planned.folder)
     if to.startswith("zero") and pending is None:
-        (out / LATEST).write_text(ZERO_TAG)
+        (folder / LATEST).write_text(ZERO_TAG)
     if not options.only:
         copied = {(key, WEIGHT): weights.tensors[key].numel for key in plan.copied}
         check_nothing_left(weights, plan.covered() | copied, MOMENTS if planned.optimizer else ())
     if options.verify and to == "safetensors":
-        _compare_checksums(plan, out)
+        _compare_checksums(plan, folder)
     elif options.verify:
         _compare_elements(weights, planned.folder)
     notes = [*(planned.optimizer.notes if planned.optimizer else ()), *weights.notes]
     if to in (*EXPORTS, "dcp"):
         dtype = planned.export.dtype if to == "safetensors" else None
-        notes += copy_tokenizer_files(opened, dtype, out)
+        notes += copy_companion_files(opened, dtype, folder)
     if to == "safetensors" and not options.only:
         stored = "the types of the checkpoint" if options.dtype == "keep" else options.dtype
         size = planned.export.num_parameters
-        write_model_card(opened, out, name, size, stored or "fp32", is_average=options.ema)
+        write_model_card(opened, folder, name, size, stored or "fp32", is_average=options.ema)
     if pending is not None:
         kept = copy_run(opened, pending.path, planned.world_size)
         pending.commit(

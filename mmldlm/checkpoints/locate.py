@@ -28,7 +28,7 @@ from mmldlm.utils.run_files import CHECKPOINTS, LATEST
 if TYPE_CHECKING:
     from mmldlm.config.schema import Config
 
-_STEP = re.compile(r"step_\d{8,}")
+STEP_FOLDER = re.compile(r"step_\d{8,}")
 # A checkpoint while a commit puts another one of its step in its place.
 _REPLACED = ".replaced_"
 
@@ -104,7 +104,7 @@ def list_checkpoints(run_dir: Path | str) -> list[tuple[int, Path]]:
     return sorted(
         (int(name.removeprefix("step_")), path)
         for name, path in listed.items()
-        if _STEP.fullmatch(name)
+        if STEP_FOLDER.fullmatch(name)
     )
 
 
@@ -245,7 +245,7 @@ def _locate(path: Path) -> Path:
     folder: Path | None = path
     if path.name in LINKS and (path.is_symlink() or path.is_file() or is_copied_link(path)):
         folder = read_link(path.parent, path.name)
-    elif path.is_dir() and not (path / MANIFEST).exists() and not _STEP.fullmatch(path.name):
+    elif path.is_dir() and not (path / MANIFEST).exists() and not STEP_FOLDER.fullmatch(path.name):
         run_dir = path.parent if path.name == CHECKPOINTS else path
         steps = list_checkpoints(run_dir)
         folder = read_link(run_dir) or (steps[-1][1] if steps else None)

@@ -46,7 +46,7 @@ _OF_TOKENIZER = (
 )
 # Files next to the weights in a Hugging Face folder, which belong to them in any format. Until
 # 0.1.0 a conversion kept the tokenizer in a folder.
-TOKENIZER_FILES = re.compile(
+COMPANION_FILES = re.compile(
     rf"{_OF_TOKENIZER}|tokenizer|config\.json|config\.yaml|generation_config\.json"
     r"|(pre)?processor_config\.json|pca_basis\.npy|codebook\.npy"
 )
@@ -56,9 +56,9 @@ _OUTPUTS = re.compile(
     r"model(-\d{5}-of-\d{5})?\.safetensors|model\.safetensors\.index\.json|config\.json|config\.yaml|tokenizer"
     r"|universal|latest_universal|pca_basis\.npy|codebook\.npy"
 )
-# These files may belong to a training run or its user, and TOKENIZER_FILES to a model. They are
+# These files may belong to a training run or its user, and COMPANION_FILES to a model. They are
 # deleted only next to the marker, which a conversion writes first.
-_STATES = re.compile(
+_ONLY_BESIDE_MARKER = re.compile(
     r"README\.md|model\.pt|optimizer\.pt|deepspeed\.pt|\.metadata|trainable\.json|__\d+_0\.distcp|zero|latest|checkpoints"
 )
 CONVERSION_MARKER = "converted.json"
@@ -128,7 +128,7 @@ def check_replaceable(path: Path) -> None:
         if not (
             _OUTPUTS.fullmatch(name)
             or is_marked
-            and (_STATES.fullmatch(name) or TOKENIZER_FILES.fullmatch(name))
+            and (_ONLY_BESIDE_MARKER.fullmatch(name) or COMPANION_FILES.fullmatch(name))
         )
     )
     if others:
@@ -449,7 +449,7 @@ def _unusable(path: Path, found: str) -> UserError:
 # -- config.json and the tokenizer ----------------------------------------------------------------
 
 
-def copy_tokenizer_files(opened: OpenedCheckpoint, dtype: str | None, folder: Path) -> list[str]:
+def copy_companion_files(opened: OpenedCheckpoint, dtype: str | None, folder: Path) -> list[str]:
     """Copy config.json, config.yaml, the tokenizer and the basis of images, if the source has
     them. Return notes.
     """
@@ -468,7 +468,7 @@ def copy_tokenizer_files(opened: OpenedCheckpoint, dtype: str | None, folder: Pa
             elif (
                 path.name == CARD
                 and is_ours
-                or (TOKENIZER_FILES.fullmatch(path.name) and path.name != CONFIG_FILE)
+                or (COMPANION_FILES.fullmatch(path.name) and path.name != CONFIG_FILE)
             ):
                 (copy_tree if path.is_dir() else copy_file)(source, path, folder / path.name)
         if "_class_name" in config:

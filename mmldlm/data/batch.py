@@ -89,8 +89,8 @@ class Batch:
 class Collator(Protocol):
     """Builds micro-batches.
 
-    A micro-batch is a function of (seed, epoch, sample ids, slots), the same on any rank and
-    world size.
+    A micro-batch is a function of (seed, global batch, slots), the same on any rank and world
+    size.
     """
 
     def collate(

@@ -83,8 +83,8 @@ class MaskedDiffusion:
     def corrupt_count(
         tokens: Tensor, uniform_t: Tensor, uniform: Tensor, maskable: Tensor, mask_token_id: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Mask exactly k = ceil(u * L) of a sample's L tokens, chosen at random; k is then uniform
-        on 1 .. L.
+        """Mask exactly k = floor(u * L) + 1 of a sample's L tokens, chosen at random; k is then
+        uniform on 1 .. L.
 
         Integrating 1 / t against the binomial probability of k masked tokens gives 1 / k. With
         weight L / k per masked token the expectation is therefore the same NELBO for min_timestep

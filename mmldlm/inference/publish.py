@@ -23,8 +23,8 @@ from mmldlm.checkpoints.manifest import (
 )
 from mmldlm.checkpoints.output_folder import (
     CARD,
+    COMPANION_FILES,
     CONVERSION_MARKER,
-    TOKENIZER_FILES,
     is_machine_path,
     list_tree,
 )
@@ -91,7 +91,7 @@ def publishable_files(folder: Path) -> tuple[list[Path], list[str]]:
 
 def _is_published(path: Path, folder: Path) -> bool:
     name = path.relative_to(folder).parts[0]
-    kinds = (_WEIGHTS, TOKENIZER_FILES, _ADDED)
+    kinds = (_WEIGHTS, COMPANION_FILES, _ADDED)
     return name == CARD or any(kind.fullmatch(name) for kind in kinds)
 
 

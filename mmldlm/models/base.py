@@ -241,8 +241,8 @@ class BaseTransformer(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
 
     def check_text(self, text: TextInputs) -> None:
-        """Raise a TypeError for a tensor, as `forward` took before, and a ValueError for texts
-        longer than model.max_seq_len.
+        """Raise a TypeError for what is no TextInputs, and a ValueError for texts longer than
+        model.max_seq_len.
         """
         if not isinstance(text, TextInputs):
             raise TypeError(

@@ -111,13 +111,13 @@ def mmdit_working_bytes(model: ModelConfig, batch: int, length: int, dtype: str)
 
 
 def plain_activation_bytes(
-    model: PlainConfig, batch: int, length: int, dtype: str, scored_share: float = 0.5
+    model: PlainConfig, batch: int, length: int, dtype: str, scored_fraction: float = 0.5
 ) -> int:
     """Bytes that autograd keeps for one micro-batch (unfused blocks), attention's weights among
     them.
 
     Args:
-        scored_share: Fraction of the text that the head scores.
+        scored_fraction: Fraction of the text that the head scores.
     """
     size = 4 if dtype == "fp32" else 2
     width = model.hidden_size
@@ -146,7 +146,7 @@ def plain_activation_bytes(
     dropped = (2 + crosses) * width if model.dropout else 0
     block = batch * rows * (size * width * (attention + out + cross + mlp) + weights + dropped)
     block += batch * memory * size * width * (12 if low else 8) if crosses else 0
-    scored_rows = length * scored_share
+    scored_rows = length * scored_fraction
     # The last block computes what is behind attention for the scored rows alone.
     last = block - batch * (rows - scored_rows) * size * width * (mlp + (0 if crosses else out))
     blocks = _kept_by_blocks(model, block, last, inputs=batch * rows * width * size)

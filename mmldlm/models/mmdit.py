@@ -176,8 +176,8 @@ class MMDiTBlock(nn.Module):
     """Joint attention over [text | latents] and one MLP per stream, under adaLN-Zero (DiT, arXiv
     2212.09748).
 
-    Linear layers have no biases: adaLN's shift of their inputs does the same per sample, and large
-    models train more stably without them (PaLM, arXiv 2204.02311).
+    Linear layers have no biases: before `to_qkv` and `mlp_in` adaLN's shift does the same per
+    sample, and large models train more stably without them (PaLM, arXiv 2204.02311).
     """
 
     def __init__(self, config: ModelConfig):
@@ -654,8 +654,7 @@ class MultimodalMMDiT(BaseTransformer):
         prediction = self.latent_head(rows, condition).float()
         # The prediction has the shape of the latents, [B, D] where that was given.
         if latents is None or latents.values.dim() == 2:
-            only = prediction.shape[1] == 1
-            prediction = prediction.squeeze(1) if only else prediction[:, 0]
+            prediction = prediction[:, 0]
         return prediction
 
     # -- parameters and files

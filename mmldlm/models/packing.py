@@ -20,9 +20,9 @@ Two texts `a b c` and `d e`, S = 4, with L = 2 latent tokens each, `u v` and `x 
       rectangle   a  b  c  .  u  v | d  e  .  .  x  y       a key_mask hides `.`, P = B * (S + L)
 
 "loop" takes the shortest samples first, with one call for all of a length (CPU); "varlen" is one
-kernel over ragged rows (GPU); the rectangle is for batches with little padding and for compiled
-blocks. Where the head scores `b` and `e` alone, `restrict_to([1, 4])` is the layout behind the
-last attention: b e | u v x y, Q = 6.
+kernel over ragged rows (GPU); the rectangle is for GPUs without that kernel, and on a CPU for
+batches with little padding and for compiled blocks. Where the head scores `b` and `e` alone,
+`restrict_to([1, 4])` is the layout behind the last attention: b e | u v x y, Q = 6.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from torch import Tensor
 from mmldlm.models.base import TextInputs
 from mmldlm.models.layers import QK_EPS, cache_tensor, rotary_table
 
-# Below this fraction of real positions, attention runs over samples of equal length (or over
-# ragged rows on a GPU) instead of over a rectangle with a mask.
+# On a CPU, below this fraction of real positions, attention runs over samples of equal length
+# instead of over a rectangle with a mask.
 RECTANGLE_FILL = 0.9
 
 

@@ -17,8 +17,8 @@ from mmldlm.models.packing import RECTANGLE_FILL, attend_ragged, attention_dtype
 
 
 class Layout(NamedTuple):
-    """B samples of N text rows and P prefix rows each; R = N + B * P rows, W = P + S positions per
-    sample.
+    """N text rows of B samples, and P prefix rows of each; R = N + B * P rows, W = P + S positions
+    per sample.
 
     Attributes:
         batch: B.

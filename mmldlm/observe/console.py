@@ -131,10 +131,11 @@ class Console:
         total_steps: Last step of the run.
         enabled: Whether this process writes to the screen (rank 0).
         log_freq: Steps between two plain lines. A terminal shows a live line instead.
-        log_file: Stream for the plain lines and all messages with a timestamp, even if enabled is
-            False.
+        log_file: File to which the plain lines and all messages are appended with a timestamp,
+            even if enabled is False.
         start_step: Step after which this process starts (resume).
         stream: Output stream (default: standard output).
+        metrics: Metrics of the task, of which those with a label are shown.
     """
 
     def __init__(

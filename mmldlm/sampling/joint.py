@@ -107,9 +107,7 @@ def sample_joint(
                 )
                 prediction = out.latent.float()
                 z = latent_solver.step(k, z, partial(_given, prediction))
-                strategy.take_pass(
-                    positions, out.text.logits, observer if len(positions) else None
-                )
+                strategy.fill(positions, out.text.logits, observer if len(positions) else None)
                 done += len(rows)
                 if progress is not None:
                     progress(done, num_samples * steps)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mmldlm.errors import UserError
-from mmldlm.utils.settings import Settings, option, options_of, same_option
+from mmldlm.utils.settings import Settings, option, options_of
 
 RESULTS_PAGE = "docs/results/options.md"
 """What was measured with samplers and options that are gone."""
@@ -140,13 +140,6 @@ class ThresholdSettings(RankedSettings):
 
 
 @dataclass(frozen=True)
-class ScheduledSettings(StepSettings):
-    """The sampler `scheduled`."""
-
-    num_steps: int = same_option(StepSettings, "num_steps", 8)
-
-
-@dataclass(frozen=True)
 class BeamSettings(Settings):
     """The samplers `beam` and `beam_sum` of a causal model."""
 
@@ -159,7 +152,7 @@ MASKED_SAMPLERS: dict[str, type[Settings]] = {
     "confidence": ConfidenceSettings,
     "threshold": ThresholdSettings,
     "ancestral": StepSettings,
-    "scheduled": ScheduledSettings,
+    "scheduled": StepSettings,
 }
 """Samplers of masked diffusion (`sampling/strategies.py`)."""
 BY_CERTAINTY = tuple(

@@ -20,7 +20,6 @@ from mmldlm.sampling.records import Recorder
 from mmldlm.sampling.settings import (
     ConfidenceSettings,
     DrawSettings,
-    ScheduledSettings,
     StepSettings,
     ThresholdSettings,
     check_nucleus,
@@ -39,8 +38,7 @@ class TextStrategy(ABC):
             at = positions[strategy.choose(positions, logits)]
             strategy.commit(at, tokens drawn at these positions)
 
-    A sampler is `positions` and `choose`. The draws never decide what is chosen next: a text's
-    random numbers belong to its positions.
+    A sampler is `positions` and `choose`. A text's random numbers belong to its positions.
 
     Args:
         state: State of the batch.
@@ -56,9 +54,6 @@ class TextStrategy(ABC):
     Class attributes:
         settings_class: What the sampler reads, with defaults and bounds.
         default_temperature: Temperature of the draws where none is set.
-        deterministic_order: Whether the state and the logits alone, and not `uniform`, decide what
-            is chosen. Then the likelihood of a text is that of its tokens, each given what stands
-            when it is filled.
 
     Attributes:
         passes: Passes that filled something of each text. [B] int64
@@ -70,7 +65,6 @@ class TextStrategy(ABC):
 
     settings_class: ClassVar[type[Settings]]
     default_temperature: ClassVar[float] = 0.0
-    deterministic_order: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -173,9 +167,7 @@ class TextStrategy(ABC):
             logits, self.token_uniform[positions], self.temperature, self.draw.top_p
         )
 
-    def take_pass(
-        self, positions: Tensor, logits: Tensor, observer: Observer | None = None
-    ) -> None:
+    def fill(self, positions: Tensor, logits: Tensor, observer: Observer | None = None) -> None:
         """Choose, draw and write by logits [M, V] at positions [M]; the logits are overwritten."""
         self.prepare(positions, logits)
         chosen = self.choose(positions, logits) if len(positions) else positions
@@ -245,11 +237,15 @@ class RankedStrategy(TextStrategy):
     """Rank the undecided positions of each text by the largest probability there, and fill the
     first few.
 
-    The order depends on state and logits alone. Equal probabilities are ranked by position. Option
-    spacing: of the positions so chosen, one nearer than `spacing` x the masked share (rounded up)
-    to a surer one waits for a later pass (in the manner of dilated unmasking, arXiv 2506.19037);
-    1: none does. Option distinct: of those that would get the same token all but the surest wait.
-    A pass writes them independently, and then the word that is the surest comes twice.
+    The order depends on state and logits alone, so that the likelihood of a text is that of its
+    tokens, each given what stands when it is filled; with the option distinct and a temperature
+    above 0 also on the draws. Equal probabilities are ranked by position.
+
+    Option spacing: of the positions so chosen, one nearer than `spacing` x the masked share
+    (rounded up) to a surer one waits for a later pass (in the manner of dilated unmasking, arXiv
+    2506.19037); 1: none does. Option distinct: of those that would get the same token all but the
+    surest wait. A pass writes them independently, and then the word that is the surest comes
+    twice.
     """
 
     def positions(self) -> Tensor:
@@ -363,7 +359,6 @@ class RandomOrderStrategy(TextStrategy):
     """
 
     default_temperature: ClassVar[float] = 1.0
-    deterministic_order: ClassVar[bool] = False
 
     def __init__(self, state, **settings):
         super().__init__(state, **settings)
@@ -423,7 +418,7 @@ class ScheduledStrategy(RandomOrderStrategy):
     c). The numbers count the EOS; a pass that would fill it alone is left out.
     """
 
-    settings_class = ScheduledSettings
+    settings_class = StepSettings
 
     def _steps(self, uniform: Tensor) -> Tensor:
         state, steps = self.state, self.settings.num_steps

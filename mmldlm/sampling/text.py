@@ -335,7 +335,7 @@ def sample_lengths(model: Model, latents: Tensor, num_lengths: int, **options: A
     """Write each text in its most probable lengths and keep the most probable.
 
     The score of a text is log p(L | z) plus the sum of the log-probabilities of its tokens when
-    they were written; for a sampler of deterministic order that is its log-likelihood. Their mean
+    they were written; for a sampler in `BY_CERTAINTY` that is its log-likelihood. Their mean
     would prefer short texts.
 
     Args:

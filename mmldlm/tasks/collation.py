@@ -1,7 +1,8 @@
 """What the collators of prepared stores share: draws, checked and padded rows, masks, and the
 candidates of the text head.
 
-Draws are functions of (seed, epoch, sample, slot), never of ranks, micro-batches or call order.
+Draws are functions of (seed, epoch, sample, slot), those of modes and timesteps of (seed, epoch,
+global batch, slot): never of ranks, micro-batches or call order.
 """
 
 from __future__ import annotations
@@ -326,8 +327,6 @@ class CandidateSampler:
 
 class StoreCollator(ABC):
     """Reads samples of a store, checks and pads them; a task's own part is `fields`.
-
-    Draws are functions of (seed, epoch, sample, slot).
 
     Args:
         config: Config of the run, with the token ids that the data decides.

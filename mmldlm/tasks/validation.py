@@ -172,6 +172,7 @@ class Validation:
                     # Tokens of valid samples; the counts are those of the plan.
                     num_tokens += batch.num_tokens
                     bad_samples.update({sample["id"]: sample for sample in batch.bad})
+                # All micro-batches of a global batch have its counts.
                 counts = {key: counts.get(key, 0) + value for key, value in batch.counts.items()}
             bad.update(bad_samples)
             local = self.engine.to_device([num_tokens, len(bad_samples)])

@@ -16,6 +16,7 @@ from mmldlm.data.store import Store
 from mmldlm.errors import UserError
 from mmldlm.evaluation.sentences import Log, batch_budget, choose_sentences
 from mmldlm.evaluation.statistics import mean, ratio
+from mmldlm.sampling.settings import BY_CERTAINTY
 from mmldlm.sampling.strategies import STRATEGIES
 from mmldlm.tasks.text_task import MaskedTextTask, Pretrained
 from studies.information.curve import InformationCurve, TextCurves, text_curves
@@ -140,8 +141,7 @@ def checked_samplers(pretrained: Pretrained, names: Sequence[str] | None) -> lis
     """
     kind = "l2t" if pretrained.reads_latents else "unconditional"
     known = pretrained.task.samplers[kind]
-    classes = {name: STRATEGIES[name] for name in known}
-    deterministic = [name for name, found in classes.items() if found.deterministic_order]
+    deterministic = [name for name in known if name in BY_CERTAINTY]
     if names is None:
         return deterministic[:1]
     for name in names:

@@ -53,7 +53,7 @@ def sampler_likelihood(
 ) -> SamplerLikelihood:
     """Run a sampler with the true tokens in place of its draws, and add up what it gave them.
 
-    With a sampler of `deterministic_order` the result is exact. With a drawn order it is that of
+    With a sampler in `BY_CERTAINTY` the result is exact. With a drawn order it is that of
     one order: its mean over orders is an upper bound on the sampler's negative log-likelihood
     (Jensen).
 

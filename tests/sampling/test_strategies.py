@@ -34,7 +34,6 @@ AT_ONCE = {
     **dict.fromkeys(("confidence", "ancestral", "scheduled"), {"num_steps": 1}),
     "threshold": {"threshold": 0.0},
 }
-DETERMINISTIC = [name for name in NAMES if STRATEGIES[name].deterministic_order]
 
 
 def write(model, sampler, **options):
@@ -44,7 +43,6 @@ def write(model, sampler, **options):
 
 def test_the_names_without_torch_are_those_of_the_strategies():
     assert {*BY_CERTAINTY, *BY_CHANCE} == set(STRATEGIES)
-    assert set(BY_CERTAINTY) == set(DETERMINISTIC)
     assert {name: kind.settings_class for name, kind in STRATEGIES.items()} == MASKED_SAMPLERS
     assert {
         key for strategy in STRATEGIES.values() for key in strategy.reads()
@@ -72,7 +70,7 @@ def test_all_at_once_is_exact_where_tokens_are_independent_and_only_there(toys, 
         assert (model.chi_square(found.tokens) < 54) == independent
 
 
-@pytest.mark.parametrize("sampler", DETERMINISTIC)
+@pytest.mark.parametrize("sampler", BY_CERTAINTY)
 def test_likelihoods_of_a_deterministic_order_sum_to_one(toys, sampler):
     """Teacher-forced: product over passes of p(token | what stands), also with defaults, spacing
     and distinct.

@@ -62,7 +62,7 @@ def run_strategy(strategy, steps, vocab=8):
         before = state.undecided.sum(1)
         positions = strategy.positions()
         logits = torch.randn(len(positions), vocab, generator=torch.Generator().manual_seed(k))
-        strategy.take_pass(positions, logits)
+        strategy.fill(positions, logits)
         counts.append(before - state.undecided.sum(1))
     return torch.stack(counts, 1)
 
@@ -120,7 +120,7 @@ def test_confidence_commits_the_most_confident_first(toys):
         positions = strategy.positions()
         text = TextInputs(state.tokens, attention_mask=state.real)
         logits = model(text, None, TokenQuery(positions)).text.logits
-        strategy.take_pass(positions, logits)
+        strategy.fill(positions, logits)
         assert state.undecided[0].tolist() == [place < 3 - k for place in range(4)] + [False]
     assert diffusion.mask_token_id == toys.MASK
 

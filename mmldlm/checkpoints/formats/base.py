@@ -1,8 +1,8 @@
 """The interface of a checkpoint format: detect, open, read optimizer metadata, plan a write.
 
 A plan maps ranges of every weight and moment to tensors of new files, which may be filled in any
-order. `execute` copies a source into them in one sequential pass. Memory is a few chunks, whatever
-the size of the model; every byte is read and written once.
+order. `execute` copies a source into them in one pass, in the order of the source's files. Memory
+is a few chunks, whatever the size of the model.
 """
 
 from __future__ import annotations

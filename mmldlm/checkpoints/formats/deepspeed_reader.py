@@ -18,9 +18,9 @@ bf16_optimizer.py):
 Of ZeRO-1 and 2, names and order come from `param_shapes` of rank 0's model states, values from
 `single_partition_of_fp32_groups` of every rank, sliced by offsets that follow from the shapes. The
 module's 16-bit weights are read beside them, and every master must round to its own. Weights that
-were frozen, and buffers, come from the module. World size, stage and counters are compared when
-the checkpoint is opened, sizes where they are used; finiteness, rounding and CRCs while the values
-are read (`WeightSource`).
+were frozen, and buffers, come from the module. World size, stage, counters and sizes are compared
+when the checkpoint is opened; finiteness, rounding and CRCs while the values are read
+(`WeightSource`).
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def plan_export(
             "check what was saved",
         )
     if not only:
-        check_complete(weights, "--only '*' converts all others")
+        check_values_present(weights, "--only '*' converts all others")
     bare = _strip_names(weights, strip_prefix)
     chosen = {
         name
@@ -140,7 +140,7 @@ def _check_masters(weights: WeightSource, tensors: dict[str, PlannedTensor]) -> 
         )
 
 
-def check_complete(weights: WeightSource, fix: str) -> None:
+def check_values_present(weights: WeightSource, fix: str) -> None:
     """Raise UserError if the checkpoint lacks the value of a tensor of the model."""
     if weights.absent:
         raise UserError(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from mmldlm.checkpoints.formats.foreign_folder import (
 )
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint, ReadOptions, WeightSource
 from mmldlm.checkpoints.formats.wrapper_names import remove_wrappers
-from mmldlm.checkpoints.locate import check_complete, locate_checkpoint
+from mmldlm.checkpoints.locate import STEP_FOLDER, check_complete, locate_checkpoint
 from mmldlm.checkpoints.manifest import (
     CONFIG_FILE,
     DCP_METADATA,
@@ -44,7 +43,6 @@ P, T = ParamSpec("P"), TypeVar("T")
 # Buffers of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is
 # trained.
 _BUFFERS = ("latent_mean", "latent_std")
-_STEP = re.compile(r"step_\d{8,}")
 
 
 def open_source(
@@ -230,7 +228,7 @@ def _is_run_checkpoint(path: Path) -> bool:
         return True
     if (path / CHECKPOINTS).is_dir():
         return not _is_foreign(path / CHECKPOINTS)
-    if path.parent.name == CHECKPOINTS and _STEP.fullmatch(path.name):
+    if path.parent.name == CHECKPOINTS and STEP_FOLDER.fullmatch(path.name):
         # Of a checkpoint of mmldlm the missing manifest is then reported as the problem.
         return (path / ENGINE_FOLDER).is_dir() or registry.detect(path) is None
     is_named_so = CHECKPOINTS in (path.name, path.parent.name) and registry.detect(path) is None
@@ -242,7 +240,7 @@ def _is_foreign(checkpoints: Path) -> bool:
     no step of mmldlm.
     """
     inside = list(checkpoints.iterdir())
-    if any(_STEP.fullmatch(child.name) and _is_run_checkpoint(child) for child in inside):
+    if any(STEP_FOLDER.fullmatch(child.name) and _is_run_checkpoint(child) for child in inside):
         return False
     return any(map(is_source, inside))
 

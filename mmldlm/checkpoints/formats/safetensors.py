@@ -53,8 +53,6 @@ class SafetensorsFormat:
     has_keys = False
 
     def detect(self, path: Path) -> Path | None:
-        if path.is_file():
-            return find_safetensors(path)
         return path if find_safetensors(path) is not None else None
 
     def open(self, path: Path, options: ReadOptions):

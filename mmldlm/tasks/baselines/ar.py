@@ -137,11 +137,10 @@ class ArTask(BaselineTask):
         token.
         """
         lengths = samples.lengths.tolist()
-        return (
-            samples.num_rows
-            / sum(lengths)
-            * estimate_flops(model_config, lengths, sum(lengths)).forward
-        )
+        if not lengths:
+            return 0.0
+        flops = estimate_flops(model_config, lengths, sum(lengths))
+        return samples.num_rows / sum(lengths) * flops.forward
 
     def score_texts(
         self,

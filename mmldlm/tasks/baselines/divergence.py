@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmldlm.diffusion.process import Divergence, DivergenceProcess
 from mmldlm.diffusion.timesteps import arcsine
 from mmldlm.models.base import LatentInputs, TextInputs
-from mmldlm.models.memory import logits_bytes
+from mmldlm.models.memory import head_bytes
 from mmldlm.models.token_scores import LogitsFunction, TokenQuery
 from mmldlm.sampling.posterior import sample_by_posterior
 from mmldlm.sampling.records import TextSamples
@@ -33,6 +33,7 @@ from mmldlm.tasks.baselines.shared import (
 )
 from mmldlm.tasks.latent_data import LatentData
 from mmldlm.tasks.text_task import Pretrained, TextScores, sum_by_row
+from mmldlm.utils.validation import not_none
 
 
 @dataclass(kw_only=True)
@@ -96,10 +97,10 @@ class NoisingCollator(TextCollator):
 def training_weights(elbo_weights: Tensor, t: Tensor, weighting: str, largest: float) -> Tensor:
     """Weights of the training loss, whose gradients vary less; only `elbo` bounds a likelihood.
 
-    `clip` is min(w, largest). `dynamic` (GIDD+) is largest / 2 times 2 t (1 - t) w, which keeps
-    the proportions between the three kinds of z: with largest = 2 and gamma = 1 it is 2 at [MASK],
-    1 at a wrong token and rho / (1 + rho) at the right one. The paper has rho = (B / N) sqrt(t /
-    (1 - t)) there, the same to first order.
+    `clip` is min(w, largest). `dynamic` (GIDD+) is largest / 2 times 2 t (1 - t) w, at most
+    largest, which keeps the proportions between the three kinds of z: with largest = 2 and gamma
+    = 1 it is 2 at [MASK], 1 at a wrong token and rho / (1 + rho) at the right one. The paper has
+    rho = (B / N) sqrt(t / (1 - t)) there, the same to first order.
 
     Args:
         elbo_weights: Weights that the process's `elbo_weights` returns.
@@ -213,9 +214,9 @@ class DivergenceTask(BaselineTask):
 
     def model_sizes(self, config: BaselineConfig, length: int) -> ModelSizes:
         model, batch, dtype = config.model, config.training.train_batch_size, config.training.dtype
-        counted = round(2 * self.scored_share(config) * length)
+        scored = int(self.scored_fraction(config) * batch * length)
         cpu, gpu = (
-            self.logit_copies * logits_bytes(model, batch, counted, "fp32", on_gpu)
+            self.logit_copies * head_bytes(not_none(model.vocab_size), scored, "fp32", on_gpu)
             for on_gpu in (False, True)
         )
         return {

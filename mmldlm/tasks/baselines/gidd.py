@@ -33,7 +33,7 @@ class GiddTask(DivergenceTask):
     def describe(self, config: GiddConfig) -> str:
         return f"{super().describe(config)}, uniform noise {config.text_diffusion.uniform_share:g}"
 
-    def scored_share(self, config: GiddConfig) -> float:
+    def scored_fraction(self, config: GiddConfig) -> float:
         return 1.0 if config.text_diffusion.uniform_share else 0.5
 
     def process_of_data(self, data: LatentData) -> GiddProcess:

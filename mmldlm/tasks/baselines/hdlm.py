@@ -163,7 +163,7 @@ class HdlmTask(DivergenceTask):
         model.token_clusters.copy_(torch.from_numpy(data.clusters))
         return model
 
-    def scored_share(self, config: HdlmConfig) -> float:
+    def scored_fraction(self, config: HdlmConfig) -> float:
         """1 - E[(1 - t)^gamma] with t = sin^2(pi u / 2): a word that still stands is not
         scored.
         """

@@ -4,7 +4,8 @@ the plain transformer.
 A baseline writes its config (`config.py`), `text_fields` of a TextCollator, an objective, and of
 its task `name`, `config_class`, `collator`, `objective`, `sums`, `metrics`, `scored_sum`,
 `samplers`, `write_texts` and `score_texts`. ArTask writes all of them; MdlmTask inherits the last
-three from MaskedTextTask, which asks for `pass_flops`; DivergenceTask has all but the process.
+three from MaskedTextTask, which asks for `pass_flops`; DivergenceTask has all but the process. Of
+the attributes of TextTask, ArTask sets those whose defaults are of masked text.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from mmldlm.data.store import Rows
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
 from mmldlm.models.linear_cross_entropy import Candidates
-from mmldlm.models.memory import logits_bytes, plain_activation_bytes
+from mmldlm.models.memory import head_bytes, plain_activation_bytes
 from mmldlm.models.plain import PlainTransformer
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.base import Metric, ModelSizes
@@ -283,17 +284,16 @@ class BaselineTask(TextTask):
 
     def model_sizes(self, config: BaselineConfig, length: int) -> ModelSizes:
         model, batch, dtype = config.model, config.training.train_batch_size, config.training.dtype
-        scored_fraction = self.scored_share(config)
-        # `logits_bytes` takes half of the length that it is given.
-        counted = round(2 * scored_fraction * length)
+        scored_fraction = self.scored_fraction(config)
+        vocab_size, scored = not_none(model.vocab_size), int(scored_fraction * batch * length)
         return ModelSizes(
             **self.parameter_sizes(config),
             activations=plain_activation_bytes(model, batch, length, dtype, scored_fraction),
-            logits_cpu=logits_bytes(model, batch, counted, dtype, on_gpu=False),
-            logits_gpu=logits_bytes(model, batch, counted, dtype, on_gpu=True),
+            logits_cpu=head_bytes(vocab_size, scored, dtype, on_gpu=False),
+            logits_gpu=head_bytes(vocab_size, scored, dtype, on_gpu=True),
         )
 
-    def scored_share(self, config: BaselineConfig) -> float:
+    def scored_fraction(self, config: BaselineConfig) -> float:
         """Return the mean fraction of a text's tokens that the loss scores."""
         return 1.0 if config.model.causal else 0.5
 

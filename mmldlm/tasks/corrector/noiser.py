@@ -109,7 +109,7 @@ class CorrectorNoiser(Noiser):
         is_given = more["hypotheses"].given
         _, masked, timesteps, weights = masks
         masked = masked | is_given[:, None] & padded.attention
-        noised = torch.where(masked, self.text.mask_token_id, padded.tokens)
+        noised = torch.where(masked, self.text_process.mask_token_id, padded.tokens)
         return (
             noised,
             masked,

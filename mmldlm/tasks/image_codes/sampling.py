@@ -287,8 +287,8 @@ def sample_codes_and_texts(
                     TokenQuery(places),
                     latent_query=codes.state.targets(positions),
                 )
-                words.take_pass(places, out.text.logits, observer if len(places) else None)
-                codes.take_pass(positions, pad_logits(out.latent.logits))
+                words.fill(places, out.text.logits, observer if len(places) else None)
+                codes.fill(positions, pad_logits(out.latent.logits))
                 done += len(rows)
                 if progress is not None:
                     progress(done, num_samples * steps)

@@ -43,9 +43,9 @@ class TextDiffusionConfig(Section):
     eps: float = Field(1e-4, ge=0, lt=0.5)
     """Log-linear schedule keeps a token with probability eps at t = 1."""
     masking: Literal["fixed_count", "bernoulli"] = "fixed_count"
-    """fixed_count masks exactly ceil(t L) of L tokens with weight L / k: the same NELBO with far
-    less variance. bernoulli masks every token independently, with the schedule's weight: of
-    loglinear 1 / t (MDLM)."""
+    """fixed_count masks exactly k = floor(t L) + 1 of L tokens with weight L / k: the same NELBO
+    with far less variance. bernoulli masks every token independently, with the schedule's weight:
+    of loglinear 1 / t (MDLM)."""
     min_timestep: float = Field(1e-3, gt=0, lt=0.5)
     """Smallest timestep of masking=bernoulli; its NELBO misses at most min_timestep * log V nats
     per token.
@@ -137,7 +137,7 @@ class LatentDiffusionConfig(Section):
                 " x0_epsilon to decoupled, v to cosine, linear and sigmoid; x0 and epsilon go"
                 " with all"
             )
-        if (self.weighting in ("ddm", "ddm_inverse")) > (self.schedule == "decoupled"):
+        if self.weighting in ("ddm", "ddm_inverse") and self.schedule != "decoupled":
             raise ValueError(
                 f"latent_diffusion.weighting={self.weighting} belongs to"
                 f" latent_diffusion.schedule=decoupled (it is {self.schedule})"

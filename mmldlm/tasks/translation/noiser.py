@@ -125,7 +125,7 @@ def noised_latents(
     return latents, process.targets(clean, noise, timesteps)
 
 
-def _expand_like(rows, like):
+def _expand_like(rows: Tensor, like: Tensor) -> Tensor:
     """Reshape [B] to broadcast over [B, ...]."""
     return rows.reshape(rows.shape + (1,) * (like.ndim - 1))
 
@@ -142,8 +142,8 @@ class PaddedSamples(NamedTuple):
             sample.
         mask_uniform: Numbers in [0, 1) for the masks. [B, S] fp64
         condition_uniform: Numbers in [0, 1) for the condition dropout. [B] fp64
-        text: Numbers for text timesteps under timesteps=uniform. [B] fp64
-        latent: Numbers for latent timesteps under timesteps=uniform. [B] fp64
+        text_uniform: Numbers for text timesteps under timesteps=uniform. [B] fp64
+        latent_uniform: Numbers for latent timesteps under timesteps=uniform. [B] fp64
         condition: Numbers for l2t_condition_noise: whether, and how much; zeros where it is off.
             [B, 2] fp64
     """
@@ -154,8 +154,8 @@ class PaddedSamples(NamedTuple):
     noise: Tensor | None
     mask_uniform: Tensor
     condition_uniform: Tensor
-    text: Tensor
-    latent: Tensor
+    text_uniform: Tensor
+    latent_uniform: Tensor
     condition: Tensor
 
 
@@ -188,8 +188,10 @@ class Noiser(StoreCollator):
     ):
         super().__init__(config, latent_mean, latent_std, max_norm, seed, in_training, candidates)
         text = config.text_diffusion
-        self.text = MaskedDiffusion(not_none(config.model.mask_token_id), text.schedule, text.eps)
-        self.latent = config.latent_diffusion.process()
+        self.text_process = MaskedDiffusion(
+            not_none(config.model.mask_token_id), text.schedule, text.eps
+        )
+        self.latent_process = config.latent_diffusion.process()
         self.text_config, self.latent_config = config.text_diffusion, config.latent_diffusion
         weights = mode_weights or config.training.mode_weights()
         self.mode_edges = np.cumsum([weights[mode] for mode in PURE_MODES])
@@ -249,7 +251,7 @@ class Noiser(StoreCollator):
         ]
         fields = {
             "modes": modes,
-            "process": self.latent,
+            "process": self.latent_process,
             **more,
             **self._text_tensors(padded, modes, real, self._uniforms(batch, slots, 1), more),
             **self._latent_tensors(padded, modes, real, self._uniforms(batch, slots, 2)),
@@ -277,7 +279,7 @@ class Noiser(StoreCollator):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The result of `mask_texts`; a subclass may mask other texts, by its own tensors."""
         return mask_texts(
-            self.text,
+            self.text_process,
             self.text_config,
             padded.tokens,
             strata,
@@ -314,7 +316,8 @@ class Noiser(StoreCollator):
         if self.condition_noise:
             for row, (sample, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
                 generator = counter_generator(self.seed, batch.epoch, sample, slot, _OPTION_STREAM)
-                # The first draw of this stream belonged to an option that is gone.
+                # The first draw belonged to an option that is gone; without it the others would
+                # change.
                 condition[row] = generator.random(3)[1:]
         return PaddedSamples(
             tokens,
@@ -340,7 +343,7 @@ class Noiser(StoreCollator):
         """
         mode, is_real = torch.from_numpy(modes), torch.from_numpy(real)
         if self.text_config.timesteps != "low_discrepancy":
-            strata = padded.text
+            strata = padded.text_uniform
         noised, masked, timesteps, weights = self._mask(padded, strata, more)
         is_t2l = mode == T2L
         masked &= (is_real & ~is_t2l)[:, None]
@@ -375,13 +378,16 @@ class Noiser(StoreCollator):
             (1 - padded.condition[:, 1]) * self.condition_timestep,
             0.0,
         )
-        timesteps = torch.where(is_l2t, condition, self._latent_timesteps(strata, padded.latent))
+        timesteps = torch.where(
+            is_l2t, condition, self._latent_timesteps(strata, padded.latent_uniform)
+        )
         clean = padded.latents
-        weights = self.latent.loss_weights(timesteps.clamp_min(1e-6))
+        # Some weights are infinite at t = 0, where a latent is given and not scored.
+        weights = self.latent_process.loss_weights(timesteps.clamp_min(1e-6))
         tensors = {}
         if padded.noise is not None:
             tensors["latents"], tensors["latent_targets"] = noised_latents(
-                self.latent, clean, padded.noise, timesteps
+                self.latent_process, clean, padded.noise, timesteps
             )
         return tensors | {
             "latent_timesteps": timesteps.float(),

@@ -56,7 +56,8 @@ class TranslationObjective:
     Every denominator is counted over the GLOBAL batch, so that summing gradients over ranks and
     micro-batches gives exactly the gradient of the whole batch; nothing is divided by the number
     of ranks. The collator knows the counts from lengths and keyed modes, without communication
-    (`Noiser._count`), and a row that was left out still counts.
+    (`Noiser._count`; `latents` is then multiplied by the latents of a text), and a row that was
+    left out still counts.
 
     By default the text's term has the weight 1, L / k for each of a text's k masked of L tokens
     (EOS included), over all tokens of the samples that are not t2l; the latents' term the weight
@@ -86,7 +87,8 @@ class TranslationObjective:
             metrics: fp32 scalars, detached: text_nelbo_sum (nats, with the weights of the NELBO),
                 text_correct (masked positions predicted right), text_masked (masked positions),
                 text_logits (logits computed under text_candidates, else 0), latent_error_sum
-                (squared error per dimension), latent_cosine_sum (cosine of the x0 estimate with
+                (`GaussianProcess`'s error of a latent: with x0, its mean over the dimensions),
+                latent_cosine_sum (cosine of the x0 estimate with
                 the clean latent), latent_scored, {name}_sum of each of the diagnostics of the
                 latents' process, length_nll_sum, length_scored, loss.
         """

@@ -96,8 +96,9 @@ class TranslationTask(MaskedTextTask):
     def model_sizes(self, config: TranslationConfig, length: int) -> ModelSizes:
         freeze = {"freeze": decided_freeze(config)}
         config = config.model_copy(update={"training": config.training.model_copy(update=freeze)})
-        logits = (self.logits_bytes(config, length, on_gpu) for on_gpu in (False, True))
-        logits_cpu, logits_gpu = logits
+        logits_cpu, logits_gpu = (
+            self.logits_bytes(config, length, on_gpu) for on_gpu in (False, True)
+        )
         shape = (config.model, config.training.train_batch_size, length, config.training.dtype)
         return ModelSizes(
             **self.parameter_sizes(config),

@@ -10,17 +10,17 @@ import torch
 
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import MmldlmError
+from mmldlm.sampling.settings import BY_CERTAINTY
 from mmldlm.sampling.strategies import STRATEGIES
 from studies.information.sampler_likelihood import sampler_likelihood
 
-DETERMINISTIC = [name for name, strategy in STRATEGIES.items() if strategy.deterministic_order]
 WITH_STEPS = [
     (name, steps)
-    for name in DETERMINISTIC
+    for name in BY_CERTAINTY
     if "num_steps" in STRATEGIES[name].reads()
     for steps in (1, 2, 3)
 ]
-ADAPTIVE = [(name, None) for name in DETERMINISTIC if "num_steps" not in STRATEGIES[name].reads()]
+ADAPTIVE = [(name, None) for name in BY_CERTAINTY if "num_steps" not in STRATEGIES[name].reads()]
 
 
 def likelihood(toy, model, sampler, steps=None, texts=None, latents=None, **options):
@@ -78,7 +78,7 @@ def test_a_random_order_bounds_the_likelihood_on_average(toy):
     )
 
 
-@pytest.mark.parametrize("sampler", DETERMINISTIC)
+@pytest.mark.parametrize("sampler", BY_CERTAINTY)
 def test_the_batch_changes_nothing(make, sampler):
     texts = [list(range(4, 4 + size)) for size in (1, 9, 4, 0, 7, 12)]
     latents = torch.randn(6, make.DIM, generator=torch.Generator().manual_seed(1))

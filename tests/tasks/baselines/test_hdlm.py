@@ -37,7 +37,7 @@ def test_words_of_the_same_neighbors_have_the_same_vectors():
 def test_the_scored_share_of_the_largest_gamma_is_a_number():
     def share(gamma):
         config = load_config("hdlm", None, [*TINY, f"text_diffusion.gamma={gamma}"])
-        return HdlmTask().scored_share(config)
+        return HdlmTask().scored_fraction(config)
 
     assert share(1.0) == pytest.approx(0.5)
     # Gautschi: the ratio is about 1 / sqrt(pi gamma).
