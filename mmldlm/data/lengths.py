@@ -76,11 +76,11 @@ class Lengths:
 
     def max(self) -> int:
         """Return the largest length; of no sample there is none."""
-        return max(int(block.max()) for block in self.blocks())
+        return self._of_stored(max(stored.max() for stored in self._stored_blocks()))
 
     def min(self) -> int:
         """Return the smallest length."""
-        return min(int(block.min()) for block in self.blocks())
+        return self._of_stored(min(stored.min() for stored in self._stored_blocks()))
 
     def sum(self) -> int:
         """Return the number of tokens of all samples."""
@@ -96,6 +96,10 @@ class Lengths:
         for part in self._parts:
             for start in range(0, len(part), _BLOCK):
                 yield part[start : start + _BLOCK]
+
+    def _of_stored(self, length: int) -> int:
+        """Return the length as used of a stored one: neither a cut nor EOS changes an order."""
+        return int(self._as_used(np.asarray(length)))
 
     def _as_used(self, stored: np.ndarray) -> np.ndarray:
         lengths = stored.astype(np.int32)
