@@ -8,6 +8,7 @@ import importlib
 import os
 import select
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import NoReturn
 
@@ -29,13 +30,16 @@ from mmldlm.utils.paths import check_working_folder
 from mmldlm.utils.stop_signals import interrupt_on_stop_signals, keep_exit_codes
 from mmldlm.utils.streams import open_standard_streams
 
+Main = Callable[[argparse.Namespace], int | None]
+"""The main of a verb: options -> exit code, None for 0."""
 
-def _completion(parser):
+
+def _completion(parser: argparse.ArgumentParser) -> Main:
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh"), help="shell that reads it")
     return _print_completion
 
 
-def _print_completion(args):
+def _print_completion(args: argparse.Namespace) -> None:
     """Print a script for a shell, which then completes verbs, options, choices and files."""
     try:
         import shtab
@@ -53,11 +57,11 @@ def _print_completion(args):
                 if action.dest == "config_name":
                     action.choices = preset_names()
                 elif action.type is option_types.path:
-                    action.complete = shtab.FILE
+                    action.complete = shtab.FILE  # type: ignore[attr-defined]
     print(shtab.complete(parser, args.shell))
 
 
-def _sample(parser, kind: str):
+def _sample(parser: argparse.ArgumentParser, kind: str) -> Main:
     from mmldlm.commands import sample
 
     sample.add_arguments(parser, kind)
@@ -70,7 +74,7 @@ STARTS_RANKS = ("train", "launch", "preflight")
 # Verb (of one or two words) -> (entry, help). An entry is a module with add_arguments and main,
 # `module:NAME` for one with add_NAME_arguments and NAME, or a function that adds the options to a
 # parser and returns main.
-VERBS = {
+VERBS: dict[str, tuple[str | Callable[[argparse.ArgumentParser], Main], str]] = {
     "init": (
         "mmldlm.commands.init",
         "lay out host files, DeepSpeed settings and launcher scripts to edit",
@@ -140,7 +144,7 @@ VERBS = {
 }
 
 
-def _add_arguments(parser: argparse.ArgumentParser, verb: str):
+def _add_arguments(parser: argparse.ArgumentParser, verb: str) -> Main:
     """Add a verb's options to its parser; return its main.
 
     Imports only the modules of this verb.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
+from typing import Any
 
 from mmldlm.utils import option_types
 
@@ -15,7 +16,7 @@ class FormerOption(argparse.Action):
         became: What is said behind the option.
     """
 
-    def __init__(self, option_strings: list[str], dest: str, became: str, **options):
+    def __init__(self, option_strings: list[str], dest: str, became: str, **options: Any):
         options |= {"nargs": "?", "help": argparse.SUPPRESS, "default": argparse.SUPPRESS}
         super().__init__(option_strings, dest, **options)
         self.became = became

@@ -99,7 +99,7 @@ def _print_memory(config: Config, sizes: dict, length: int, world_size: int) -> 
         f" positions, {world_size:,} rank(s):"
     )
     for plan in memory_model.PLANS[1:] if world_size > 1 else (own,):
-        offload = ()
+        offload: tuple[str, ...] = ()
         if plan == own and config.engine.kind == "deepspeed":
             offload = tuple(offloaded(resolve_stage(config), config.engine.deepspeed_config))
         needed = memory_model.rank_bytes(config, sizes, world_size, plan, True, offload)

@@ -403,9 +403,9 @@ def run_shared(output_dir: str, work: Callable[[TaskQueue], object]) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return error.exit_code
     except KeyboardInterrupt:
-        work = WorkDir(output_root(output_dir), queue).folder
-        can_resume = (work / PLAN).is_file()
-        hint = [f"rerun the same command to resume from {work}"] if can_resume else []
+        folder = WorkDir(output_root(output_dir), queue).folder
+        can_resume = (folder / PLAN).is_file()
+        hint = [f"rerun the same command to resume from {folder}"] if can_resume else []
         if queue.world_size == 1:
             raise KeyboardInterrupt(*hint) from None
         if queue.is_reporter():  # the signal may have reached any rank

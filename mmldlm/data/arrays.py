@@ -17,6 +17,7 @@ from tokenize import TokenError
 from typing import IO
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import write_bytes
@@ -136,7 +137,7 @@ def _load(file: IO[bytes], size: int) -> np.ndarray:
 def write_npz(path: Path, **arrays: np.ndarray) -> None:
     """Write arrays atomically as an uncompressed .npz file, whose CRCs are checked on reading."""
     buffer = io.BytesIO()
-    np.savez(buffer, **arrays)
+    np.savez(buffer, **arrays)  # type: ignore[arg-type]
     write_bytes(path, buffer.getvalue())
 
 
@@ -165,7 +166,7 @@ class NpyWriter:
         row: Shape of a row; () for a one-dimensional array.
     """
 
-    def __init__(self, path: Path, dtype, row: Sequence[int] = ()):
+    def __init__(self, path: Path, dtype: DTypeLike, row: Sequence[int] = ()):
         self.path, self.dtype, self.row, self.num_rows = path, np.dtype(dtype), tuple(row), 0
         self._file = open(path, "wb")
         self._file.write(self._header())

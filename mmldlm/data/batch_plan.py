@@ -7,6 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -340,7 +341,7 @@ def _even_cuts(lengths: np.ndarray, num_parts: int) -> np.ndarray:
     return np.concatenate([[0], cuts, [num]])
 
 
-def build_batch_plan(batching: str, *args, **kwargs) -> BatchPlan:
+def build_batch_plan(batching: str, *args: Any, **kwargs: Any) -> BatchPlan:
     """Build the plan that data.batching names; the other arguments are those of BatchPlan."""
     return {"samples": BatchPlan, "tokens": TokenBatchPlan}[batching](*args, **kwargs)
 

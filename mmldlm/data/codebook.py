@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mmldlm.data.arrays import read_array
 from mmldlm.errors import UserError
@@ -130,7 +131,7 @@ def check_ids(ids: np.ndarray, codes: int, where: str = "the latents", first_row
     )
 
 
-def exact_dtype(width: int) -> type:
+def exact_dtype(width: int) -> DTypeLike:
     """Return the type in which squared distances of patches of `width` gray levels are exact, in
     any order of sums.
     """

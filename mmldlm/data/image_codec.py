@@ -24,7 +24,7 @@ from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.counter_rng import counter_generator
 from mmldlm.utils.json_files import read_json
-from mmldlm.utils.validation import find_problems
+from mmldlm.utils.validation import find_problems, not_none
 
 if TYPE_CHECKING:
     from mmldlm.data.encoders.vae import ImageVae
@@ -334,13 +334,13 @@ class VaeCodec(ImageCodec):
             "weights_sha256": files.weights_sha256(),
         }
         precision = {} if dtype == "fp32" else {"dtype": dtype}
-        shape = {"size": size, "patch": files.patch, "channels": files.channels}
-        num, dim = (size // files.patch) ** 2, 4 * files.latent_channels
         return cls(
-            **shape,
+            size=size,
+            patch=files.patch,
+            channels=files.channels,
             latents="vae",
-            num_latents=num,
-            latent_dim=dim,
+            num_latents=(size // files.patch) ** 2,
+            latent_dim=4 * files.latent_channels,
             vae=identity | precision,
             vae_folder=folder,
         )
@@ -412,7 +412,7 @@ class VaeCodec(ImageCodec):
         return self._module().decode(self.check_latents(latents))
 
     def _module(self) -> ImageVae:
-        return self.module or self.ready().module
+        return self.module or not_none(self.ready().module)
 
 
 def draw_shifts(

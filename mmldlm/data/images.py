@@ -153,8 +153,7 @@ class _Depth:
                 f"16 bits a color with values to {white}: convert it to 8 bits a color"
             )
         if self.white is None and declared is None:
-            largest = max(high for _, high in image.convert("RGB").getextrema())
-            self._judge(largest * 256 + 255)
+            self._judge(int(np.asarray(image.convert("RGB")).max()) * 256 + 255)
 
     def _judge(self, peak: int) -> None:
         if self.peaks is not None:
@@ -165,7 +164,7 @@ class _Depth:
             )
 
 
-def is_dark(peak: int) -> bool:
+def is_dark(peak: int | np.ndarray) -> bool | np.ndarray:
     """Whether the largest value of an image of 16 bits suggests a range of fewer bits."""
     return peak <= _DEEP_WHITE // 4
 

@@ -26,7 +26,7 @@ class LatentRow:
 
     text: str
     row: int
-    latents: Sequence[np.ndarray | None]
+    latents: Sequence[np.ndarray | None] | np.ndarray
 
     def read_latent(self) -> np.ndarray:
         """Return the latents [D] or [K, D].
@@ -83,7 +83,9 @@ def find_rows(
     return samples, latents_per_text
 
 
-def _read_latents(path: Path, field: str | None) -> tuple[Sequence[np.ndarray | None], int]:
+def _read_latents(
+    path: Path, field: str | None
+) -> tuple[Sequence[np.ndarray | None] | np.ndarray, int]:
     """Return the latents by row, mapped or in memory, and their number per text."""
     suffix = path.suffix.lower()
     if field is not None and suffix == ".npy":

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, get_worker_info
@@ -38,7 +38,13 @@ class MicroBatches(Dataset):
     """Item i is this rank's micro-batch i % accum of step i // accum, with random access."""
 
     def __init__(
-        self, samples, plan: BatchPlan, collator: Collator, rank: int, world_size: int, accum: int
+        self,
+        samples: Any,
+        plan: BatchPlan,
+        collator: Collator,
+        rank: int,
+        world_size: int,
+        accum: int,
     ):
         self.samples, self.plan, self.collator = samples, plan, collator
         self.rank, self.world_size, self.accum = rank, world_size, accum
@@ -208,7 +214,7 @@ def explain_worker_error(error: BaseException) -> str | None:
     )
 
 
-def _kill(worker: multiprocessing.Process) -> None:
+def _kill(worker: multiprocessing.process.BaseProcess) -> None:
     """End a worker at exit, without the error that torch's handler of SIGCHLD raises for a killed
     worker.
     """

@@ -4,6 +4,7 @@ missing or damaged store.
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any, Literal
@@ -172,7 +173,7 @@ def sample_checksums(manifest: dict[str, Any]) -> dict[str, str]:
     return {name: manifest["files"][name]["sha256"] for name in names}
 
 
-def rebuild_hint(root: Path) -> str:
+def rebuild_hint(root: str | os.PathLike) -> str:
     """Return the advice for a damaged store."""
     command = shlex.join(["mmldlm", "prepare", "CORPUS", "--force", "--output-dir", str(root)])
     return (

@@ -18,13 +18,14 @@ import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from rich.console import Console
+from transformers import PreTrainedTokenizerFast
 
 from mmldlm.data.arrays import read_npz_array
 from mmldlm.data.encoders.model_files import save_tokenizer
@@ -55,6 +56,7 @@ from mmldlm.utils.input_files import LeftOut, read_text
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.paths import check_writable_dir, output_root
 from mmldlm.utils.screen import open_console
+from mmldlm.utils.validation import not_none
 
 Sample = SampleFiles | LatentRow
 _BLOCK = 4096
@@ -159,7 +161,7 @@ def pack(options: PackOptions, console: Console | None = None) -> Path:
 
 def _find(
     options: PackOptions, counts: Counter, left_out: LeftOut
-) -> tuple[dict[str, list[Sample]], int]:
+) -> tuple[Mapping[str, Sequence[Sample]], int]:
     """Return split -> samples, and the latents per text.
 
     Raises:
@@ -192,8 +194,8 @@ def _find(
 
 
 def _load_tokenizer(
-    options: PackOptions, prepared: dict[str, Any], samples: dict[str, list[Sample]]
-):
+    options: PackOptions, prepared: dict[str, Any], samples: Mapping[str, Sequence[Sample]]
+) -> tuple[PreTrainedTokenizerFast, dict[str, Any]]:
     """Return the tokenizer and its identity: that of --tokenizer, else the one that `prepare`
     saved in the folder.
     """
@@ -244,7 +246,7 @@ def _describe_encoder(
     if name is None:
         return {"name": UNKNOWN_ENCODER, "source": "imported"}
     spec = ENCODERS[name]
-    low, high = spec.matryoshka or (spec.latent_dim, spec.latent_dim)
+    low, high = spec.matryoshka or (not_none(spec.latent_dim), not_none(spec.latent_dim))
     if not low <= latent_dim <= high:
         expected = high if low == high else f"{low} to {high}"
         raise UserError(
@@ -308,7 +310,7 @@ class _Reader:
     def __init__(
         self,
         options: PackOptions,
-        tokenizer,
+        tokenizer: PreTrainedTokenizerFast,
         vocab_size: int,
         latents_per_text: int,
         counts: Counter,
@@ -317,7 +319,7 @@ class _Reader:
         self.latents_per_text, self.counts = latents_per_text, counts
         self.specials = list(set(tokenizer.all_special_ids) - {tokenizer.unk_token_id})
 
-    def read(self, samples: list[Sample]) -> list[_Usable]:
+    def read(self, samples: Sequence[Sample]) -> list[_Usable]:
         """Return the usable samples."""
         usable = []
         for sample in samples:
@@ -372,7 +374,7 @@ class _Reader:
             text = (
                 sample.text
                 if sample.text is not None
-                else read_text(sample.text_path, MAX_TEXT_BYTES)
+                else read_text(not_none(sample.text_path), MAX_TEXT_BYTES)
             )
             if not is_utf8(text):
                 raise ValueError("lone surrogates, to which broken escapes in JSON decode")
@@ -406,7 +408,7 @@ class _Reader:
             )
         # CLS, SEP and PAD are not part of a text.
         ids = ids[~np.isin(ids, self.specials)]
-        return self.tokenizer.decode(ids), ids
+        return str(self.tokenizer.decode(ids)), ids
 
 
 def _keep_one_dimension(usable: dict[str, list[_Usable]], counts: Counter, source: Path) -> int:

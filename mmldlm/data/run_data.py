@@ -221,8 +221,7 @@ def open_splits(
     Raises:
         UserError: no store, one of another kind, a damaged or empty store, unusable latents.
     """
-    roots = config.mixture or {config.latent_data_root: 1.0}
-    if None in roots:
+    if not config.roots:
         raise UserError(
             "data.latent_data_root: the folder of a prepared store",
             "no data.latent_data_root",
@@ -231,7 +230,7 @@ def open_splits(
         )
     max_tokens = max_seq_len - 1 if config.long_texts == "truncate" else None
     splits = {
-        split: [Store(root, split, config.verify, max_tokens) for root in roots]
+        split: [Store(root, split, config.verify, max_tokens) for root in config.roots]
         for split in ("train", "validation")
     }
     for store in (store for stores in splits.values() for store in stores):
@@ -251,7 +250,8 @@ def open_splits(
                 check_ids(block, store.num_codes, where, first)
     if config.mixture is None:
         return splits["train"][0], splits["validation"][0]
-    train, validation = (MixedStore(stores, list(roots.values())) for stores in splits.values())
+    weights = list(config.mixture.values())
+    train, validation = (MixedStore(stores, weights) for stores in splits.values())
     return train, validation
 
 

@@ -28,7 +28,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -42,6 +42,9 @@ from mmldlm.utils.formatting import join_some
 from mmldlm.utils.input_files import open_regular
 from mmldlm.utils.json_files import read_json
 from mmldlm.utils.validation import find_problems
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 FORMAT = "mmldlm-store"
 VERSION = 1
@@ -198,7 +201,7 @@ def check_latents(
             "prepare the data with the intended encoder",
         )
     bad = ~np.isfinite(latents).all(axis=tuple(range(1, latents.ndim)))
-    zero = ~latents.any(axis=-1).all(axis=tuple(range(1, latents.ndim - 1)))
+    zero = ~np.all(latents.any(axis=-1), axis=tuple(range(1, latents.ndim - 1)))
     # Report both at once: otherwise the zero vectors would only come up after the NaNs are fixed.
     kinds = [
         ("finite latents", "NaN or infinite values", bad),
@@ -222,7 +225,7 @@ def _name_rows(rows: np.ndarray) -> str:
     return f"{len(rows)} row{'s' if len(rows) > 1 else ''}: {join_some(rows, limit=10)}"
 
 
-def load_tokenizer(root: str | os.PathLike):
+def load_tokenizer(root: str | os.PathLike) -> PreTrainedTokenizerFast:
     """Load the store's tokenizer, a fast Hugging Face one, from local files only.
 
     Raises:
@@ -279,7 +282,7 @@ class BaseStore(ABC):
     def text(self, index: int) -> str:
         """Return the text of one sample."""
 
-    def texts(self, indices: Sequence[int]) -> list[str]:
+    def texts(self, indices: Sequence[int] | np.ndarray) -> list[str]:
         """Return the texts of several samples."""
         return [self.text(int(index)) for index in indices]
 

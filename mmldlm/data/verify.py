@@ -124,8 +124,8 @@ def examine(root: str | os.PathLike) -> StoreReport:
             continue
         findings_of[split] = _examine_split(store, checks)
     if len(findings_of) == 2:
-        of_images = manifest.get("kind") == "image"
-        checks["leakage"] += find_leaks(*findings_of.values(), of_images=of_images)
+        train, validation = findings_of.values()
+        checks["leakage"] += find_leaks(train, validation, manifest.get("kind") == "image")
     warnings = cut_warnings(manifest)
     for split, findings in findings_of.items():
         num_tokens = int(findings.lengths.sum())
@@ -250,7 +250,8 @@ def _compare_tokens_with_texts(store: Store, problems: list[str]) -> None:
         # Special tokens in a text, such as "[UNK]", are its characters, which a tokenizer may
         # lower-case.
         found, expected = (
-            "".join(tokenizer.decode(ids).split()).casefold() for ids in (stored_ids, encoded_ids)
+            "".join(str(tokenizer.decode(ids)).split()).casefold()
+            for ids in (stored_ids, encoded_ids)
         )
         if found != expected:
             problems.append(
@@ -300,7 +301,7 @@ def _examine_latents(store: Store, checks: dict[str, list[str]], findings: Split
                 )
 
 
-def _collect(problems: list[str], check: Callable, *args) -> bool:
+def _collect(problems: list[str], check: Callable, *args: object) -> bool:
     """Run a check; return whether it passed, or add its problem."""
     try:
         check(*args)

@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from mmldlm.data.arrays import NpyWriter
 from mmldlm.utils.atomic_files import fsync_path
 from mmldlm.utils.resources import require_memory
+from mmldlm.utils.validation import not_none
 
 LAYOUTS = ("store", "files")
 FILES_FORMAT = "mmldlm-files"
@@ -68,7 +70,7 @@ class StoreSplit:
         latent_shape: Sequence[int],
         vocab_size: int,
         with_documents: bool = False,
-        latent_dtype=np.float32,
+        latent_dtype: DTypeLike = np.float32,
         with_groups: bool = False,
     ):
         folder = root / split
@@ -123,7 +125,7 @@ class StoreSplit:
         arrays["latents"].append(latents)
         for name, column in (("documents", documents), ("groups", groups)):
             if name in arrays:
-                arrays[name].append(column)
+                arrays[name].append(not_none(column))
         self.summary["num_samples"] += len(texts)
         self.summary["num_tokens"] += sum(lengths)
         self.summary["max_tokens"] = max(self.summary["max_tokens"], *lengths)
@@ -162,11 +164,12 @@ class FilesSplit:
         texts: Sequence[str],
         tokens: Sequence[np.ndarray],
         latents: np.ndarray,
-        documents: np.ndarray,
-        groups: None = None,
+        documents: np.ndarray | None = None,
+        groups: np.ndarray | None = None,
     ) -> None:
-        """Write samples of texts, two files each."""
-        for text, ids, latent, document in zip(texts, tokens, latents, documents, strict=True):
+        """Write samples of texts, two files each; the arguments are the fields of `Block`."""
+        rows = not_none(documents)
+        for text, ids, latent, document in zip(texts, tokens, latents, rows, strict=True):
             index = self.summary["num_samples"]
             name = f"{self.split}_{index:09d}"
             record = {

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from mmldlm.evaluation import metrics
 from mmldlm.evaluation.nelbo import Likelihood, measure
@@ -17,6 +16,7 @@ from mmldlm.evaluation.sentences import Log, Sentences, batch_budget
 from mmldlm.evaluation.settings import GainSettings, ImageSettings
 from mmldlm.evaluation.statistics import Estimate, mean, ratio
 from mmldlm.sampling.latents import sample_latents, steps_given_text
+from mmldlm.sampling.model import Model
 from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.formatting import count_noun
@@ -44,7 +44,7 @@ class TextResult:
 
 def measure_l2t(
     pretrained: Pretrained,
-    model: nn.Module,
+    model: Model,
     sentences: Sentences,
     settings: GainSettings,
     log: Log,
@@ -205,7 +205,7 @@ def text_estimates(
 
 def measure_t2l(
     pretrained: Pretrained,
-    model: nn.Module,
+    model: Model,
     sentences: Sentences,
     gallery: np.ndarray,
     settings: GainSettings,
@@ -256,7 +256,7 @@ def latent_estimates(
     }
 
 
-def chance_baselines(sentences: Sentences, model: nn.Module) -> dict[str, Estimate]:
+def chance_baselines(sentences: Sentences, model: Model) -> dict[str, Estimate]:
     """Return t2l results without reading the text: the mean training latent for every sentence,
     and chance.
     """

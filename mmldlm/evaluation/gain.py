@@ -49,11 +49,12 @@ from mmldlm.inference.inputs import (
 from mmldlm.inference.search import open_judge, run_search
 from mmldlm.sampling.judge import Judge
 from mmldlm.sampling.latents import steps_given_text
+from mmldlm.sampling.model import Model
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.formatting import count_noun
 
 
-def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> nn.Module:
+def untrained_control(model: Any, seed: int, random_gates: bool) -> Any:
     """Return a fresh model with the same config and scaling of latents.
 
     Args:
@@ -75,7 +76,7 @@ def untrained_control(model: nn.Module, seed: int, random_gates: bool) -> nn.Mod
     return fresh.to(device).eval()
 
 
-def untrained_controls(model: nn.Module, seed: int) -> Iterator[tuple[str, nn.Module]]:
+def untrained_controls(model: Model, seed: int) -> Iterator[tuple[str, Model]]:
     """Yield name and model of both controls (`untrained_control`)."""
     yield "untrained", untrained_control(model, seed, random_gates=False)
     yield "untrained_random_gates", untrained_control(model, seed, random_gates=True)

@@ -373,8 +373,8 @@ class EvaluationReport(Report):
                 plots.append(interval_plot([_interval(*entry) for entry in found], unit, caption))
         if not plots:
             return []
-        caption = element("p", "Lines are 95 % intervals.", class_="caption")
-        return [section("Plots", caption, element("div", *plots, class_="plots"))]
+        legend = element("p", "Lines are 95 % intervals.", class_="caption")
+        return [section("Plots", legend, element("div", *plots, class_="plots"))]
 
 
 def _interval(estimate: Estimate, label: str, color: int) -> Interval:

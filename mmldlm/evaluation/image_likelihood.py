@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.errors import MmldlmError
@@ -18,7 +19,7 @@ from mmldlm.evaluation.statistics import Estimate, mean
 from mmldlm.models.base import LatentInputs, TextInputs
 from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.latents import pad_texts
-from mmldlm.sampling.model import device_of
+from mmldlm.sampling.model import Model, device_of
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.counter_rng import Stream, normals, uniforms
 from mmldlm.utils.progress import ProgressCallback
@@ -65,7 +66,7 @@ def x0_errors(
 
 
 def _batches(
-    model: nn.Module, sentences: Sentences, progress: ProgressCallback | None
+    model: Model, sentences: Sentences, progress: ProgressCallback | None
 ) -> Iterator[tuple[np.ndarray, dict[str, TextInputs | None]]]:
     """Yield rows of images, and their captions by arm of ARMS; report each batch when it is
     done.
@@ -103,7 +104,8 @@ def _error(
 
 def x0_estimates(errors: dict[tuple[float, str], np.ndarray]) -> dict[str, Estimate]:
     """Return error and paired gains of the right caption at every t of `x0_errors`."""
-    unit, found = "squared error", {}
+    unit = "squared error"
+    found: dict[str, Estimate] = {}
     for t in dict.fromkeys(t for t, _ in errors):
         name = f"x0_error_t{round(100 * t)}"
         right = errors[t, "right"]
@@ -120,7 +122,7 @@ UNSEEN = 0.1  # occurrences added to every code
 
 @torch.inference_mode()
 def code_bits(
-    model: nn.Module,
+    model: Model,
     sentences: Sentences,
     *,
     draws: int,
@@ -162,11 +164,12 @@ def code_bits(
 
 
 def _nats(
-    model: nn.Module, text: TextInputs | None, ids: Tensor, level: Tensor, uniform: Tensor
+    model: Any, text: TextInputs | None, ids: Tensor, level: Tensor, uniform: Tensor
 ) -> Tensor:
     """Return one draw of the NELBO of images [B] fp64, in nats.
 
     Args:
+        model: Model of codes, whose forward pass also reads a `latent_query`.
         ids: [B, L] int64.
         level: [B] in [0, 1), how many are masked.
         uniform: [B, L], which.

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from mmldlm.data.store import Store
 from mmldlm.evaluation import metrics
@@ -44,6 +43,7 @@ from mmldlm.evaluation.statistics import Estimate, mean, ratio
 from mmldlm.evaluation.texts import written_records
 from mmldlm.inference.images import codec_of, make_images, open_image_store, use_image_size
 from mmldlm.inference.options import IMAGE_STEPS, NUM_LENGTHS
+from mmldlm.sampling.model import Model
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.formatting import count_noun
 
@@ -202,7 +202,7 @@ def _conditions(
 
 def measure_i2t(
     pretrained: Pretrained,
-    model: nn.Module,
+    model: Model,
     sentences: Sentences,
     names: Sequence[set],
     settings: ImageSettings,
@@ -261,7 +261,7 @@ def caption_estimates(
 
 def measure_t2i(
     pretrained: Pretrained,
-    model: nn.Module,
+    model: Model,
     sentences: Sentences,
     gallery: Gallery,
     settings: ImageSettings,
@@ -289,7 +289,7 @@ def measure_t2i(
 
 def measure_x0(
     pretrained: Pretrained,
-    model: nn.Module,
+    model: Model,
     sentences: Sentences,
     settings: ImageSettings,
     log: Log,

@@ -13,13 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmldlm.errors import UserError
 from mmldlm.evaluation.statistics import Estimate, mean, ratio
 from mmldlm.utils.counter_rng import Stream, generator
+
+if TYPE_CHECKING:
+    from sacrebleu.metrics.bleu import BLEU
 
 POINTS = "points"
 _WORD = re.compile(r"\w+|[^\w\s]")
@@ -98,7 +101,7 @@ def _f1(text: Counter, reference: Counter) -> float:
     return 2 * common / (text.total() + reference.total()) if common else 0.0
 
 
-def load_sacrebleu() -> type:
+def load_sacrebleu() -> type[BLEU]:
     """Return sacrebleu's class BLEU.
 
     Raises:
@@ -134,10 +137,15 @@ def bleu_counts(written: Sequence[str], references: Sequence[str]) -> np.ndarray
 
 def _bleu(row: np.ndarray, effective_order: bool = False) -> float:
     length, reference, *counts = row.tolist()
-    options = {"smooth_method": "exp", "effective_order": effective_order}
-    return (
-        load_sacrebleu().compute_bleu(counts[:4], counts[4:], length, reference, **options).score
+    score = load_sacrebleu().compute_bleu(
+        counts[:4],
+        counts[4:],
+        length,
+        reference,
+        smooth_method="exp",
+        effective_order=effective_order,
     )
+    return score.score
 
 
 def sentence_bleu(counts: np.ndarray, effective_order: bool = False) -> np.ndarray:

@@ -120,12 +120,14 @@ class ClipScorer:
             raise _no_clip(f"{folder}: no such folder")
         try:
             with no_loading_bar():
-                model, info = CLIPModel.from_pretrained(
+                # The stubs do not know of the information beside the model.
+                loaded: Any = CLIPModel.from_pretrained(
                     folder,
                     local_files_only=True,
                     trust_remote_code=False,
                     output_loading_info=True,
                 )
+                model, info = loaded
             self.processor = CLIPProcessor.from_pretrained(
                 folder, local_files_only=True, trust_remote_code=False
             )

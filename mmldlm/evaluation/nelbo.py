@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mmldlm.data.encoders.encoder import token_budget_batches
 from mmldlm.errors import MmldlmError
 from mmldlm.sampling.latents import pad_texts
-from mmldlm.sampling.model import device_of, rows_of_latents
+from mmldlm.sampling.model import Model, device_of, rows_of_latents
 from mmldlm.tasks.text_task import TextScores
 from mmldlm.utils.counter_rng import Stream, uniforms
 
@@ -47,7 +47,7 @@ Score = Callable[[Tensor, Tensor, Tensor | None, Tensor, tuple[int, int]], TextS
 
 @torch.inference_mode()
 def measure(
-    model: nn.Module,
+    model: Model,
     texts: Sequence[Sequence[int]],
     latents: Tensor | None,
     shuffled_index: np.ndarray,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from mmldlm.evaluation.statistics import Difference, Estimate
@@ -67,6 +68,10 @@ class Cell(NamedTuple):
     on_page: Content
 
 
+TableRow = tuple[Label, *tuple[str | Cell, ...]]
+"""Label and cells of a row."""
+
+
 @dataclass(frozen=True)
 class ReportTable:
     """A table of a report.
@@ -75,7 +80,7 @@ class ReportTable:
         heading: What it shows, with the number of samples.
         caption: How to read it.
         columns: The headings; the first is that of the labels.
-        rows: Label and cells of each row.
+        rows: The rows.
         legend: Names in the headings, and what they mean.
         padding: Spaces on the screen beside the one between two columns.
     """
@@ -83,11 +88,11 @@ class ReportTable:
     heading: str
     caption: str
     columns: Sequence[Column]
-    rows: Sequence[tuple[Label, *tuple[str | Cell, ...]]]
+    rows: Sequence[TableRow]
     legend: Mapping[str, str] = field(default_factory=dict)
     padding: int = 1
 
-    def show(self, console) -> None:
+    def show(self, console: Console) -> None:
         """Print the table, and below it what its names mean."""
         has_texts = not all(column.is_number for column in self.columns[1:])
         shown = Table(
@@ -98,9 +103,11 @@ class ReportTable:
             show_lines=has_texts,
         )
         for column in self.columns:
-            justify = "right" if column.is_number else "left"
             shown.add_column(
-                column.heading, justify=justify, no_wrap=column.is_number, overflow="fold"
+                column.heading,
+                justify="right" if column.is_number else "left",
+                no_wrap=column.is_number,
+                overflow="fold",
             )
         for label, *cells in self.rows:
             texts = (cell if isinstance(cell, str) else cell.on_screen for cell in cells)
@@ -159,7 +166,7 @@ class Report(ABC):
         """Return the sections of the page that a screen cannot show."""
         return []
 
-    def show(self, console=None) -> None:
+    def show(self, console: Console | None = None) -> None:
         """Print the tables and the notes."""
         console = console or open_console()
         for shown in self.tables():
@@ -214,7 +221,7 @@ def figure_table(
         arms: Heading and estimates by key of every column.
     """
     measured = measured_rows(rows, lambda key: any(key in found for _, found in arms))
-    body = [
+    body: list[TableRow] = [
         (
             Label(row.label, row.meaning),
             *(estimate_cell(found.get(row.key), row.digits) for _, found in arms),

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from torch import nn
 
 from mmldlm.data.store import Store, check_latents
 from mmldlm.errors import UserError
 from mmldlm.evaluation.statistics import derangement
 from mmldlm.inference.inputs import check_latent_shape
-from mmldlm.sampling.model import rows_of_latents
+from mmldlm.sampling.model import Model, rows_of_latents
 from mmldlm.utils.counter_rng import Stream, generator
 from mmldlm.utils.progress import ProgressCallback
 
@@ -46,9 +46,7 @@ class Sentences:
         return Sentences([self.tokens[row] for row in rows], self.latents[rows], texts, pairing)
 
 
-def choose_sentences(
-    store: Store, model: nn.Module, num_samples: int | None, seed: int
-) -> Sentences:
+def choose_sentences(store: Store, model: Model, num_samples: int | None, seed: int) -> Sentences:
     """Draw sentences of a store's validation split, the same for the same seed.
 
     Raises:
@@ -108,7 +106,7 @@ def spread(total: int, count: int) -> list[int]:
     return np.unique(rows).tolist()
 
 
-def batch_budget(model: nn.Module, batch_size: int | None) -> dict[str, int]:
+def batch_budget(model: Model, batch_size: int | None) -> dict[str, Any]:
     """Return `batch_tokens` of the samplers and the NELBO for batch_size texts of full length, or
     images and their captions.
     """

@@ -13,7 +13,7 @@ import numpy as np
 
 from mmldlm.errors import UserError
 from mmldlm.evaluation import metrics
-from mmldlm.evaluation.report import Cell, Label, Report, ReportTable, difference_table
+from mmldlm.evaluation.report import Cell, Label, Report, ReportTable, TableRow, difference_table
 from mmldlm.evaluation.sentences import Log, batch_budget
 from mmldlm.evaluation.settings import StsSettings
 from mmldlm.evaluation.statistics import Difference, paired_bootstrap
@@ -48,7 +48,7 @@ class Pairs:
 # Column of each entry in a file without a header: genre, file, year, id, score, two sentences, and
 # their licenses.
 _COLUMNS = {"source": 1, "score": 4, "sentence1": 5, "sentence2": 6}
-_NUM_COLUMNS = (7, 8, 9)
+_NUM_COLUMNS: tuple[int, ...] = (7, 8, 9)
 # Of a header, the first of them that it has.
 _SOURCE_NAMES = (
     "filename",
@@ -256,17 +256,19 @@ class StsReport(Report):
             Interval(
                 name,
                 row["spearman"]["value"],
-                *row["spearman"]["ci95"],
+                low,
+                high,
                 _MODEL if name.startswith("model") else _FLOOR,
             )
             for name, row in self.rows.items()
+            for low, high in [row["spearman"]["ci95"]]
         ]
         caption = "How well similarities rank pairs as people do. Right is better."
         return [section("Plot", interval_plot(intervals, "Spearman", caption))]
 
     def tables(self) -> list[ReportTable]:
         """Return the correlations, their differences, and Spearman by source of the pairs."""
-        rows = [
+        rows: list[TableRow] = [
             (Label(name), *(_with_interval(row[key]) for key in row))
             for name, row in self.rows.items()
         ]
@@ -277,11 +279,10 @@ class StsReport(Report):
             " model learned from."
         )
         columns = [Column("similarity", False), Column("Spearman"), Column("Pearson")]
-        by_source = [
+        by_source: list[TableRow] = [
             (
                 Label(source),
-                str(row["num_pairs"]),
-                *(f"{row[name]['value']:.3f}" for name in self.rows),
+                *[str(row["num_pairs"]), *(f"{row[name]['value']:.3f}" for name in self.rows)],
             )
             for source, row in self.sources.items()
         ]

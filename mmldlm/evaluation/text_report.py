@@ -12,6 +12,7 @@ from mmldlm.evaluation.report import (
     Label,
     ReportTable,
     Row,
+    TableRow,
     difference_table,
     estimate_cell,
     measured_rows,
@@ -121,7 +122,7 @@ def _arms_table(
     """Return the table of those arms and figures that were measured, an arm in each row."""
     rows = measured_rows(rows, arms.__contains__)
     columns = [column for column in columns if any(column.key in arms[arm] for arm, *_ in rows)]
-    body = [
+    body: list[TableRow] = [
         (
             Label(label, meaning),
             *(_short_cell(arms[arm].get(column.key), column.digits) for column in columns),

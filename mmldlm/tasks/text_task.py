@@ -136,6 +136,8 @@ class TextTask(Task):
             TASK_OPTIONS in inference/options.py; any other is an error.
         fills_lengths: Whether `write_texts` takes `lengths` [N] int64, EOS counted, and refills
             texts with kept tokens.
+        t2i_steps: Default number of steps of an image of a caption; None: that of `mmldlm
+            sample`.
         exact_likelihood: Whether `score_texts` gives the exact likelihood, so that one draw is
             enough.
         evaluation_decoding: Words for how evaluation writes texts.
@@ -149,6 +151,7 @@ class TextTask(Task):
         {"num_steps", "sampler", "temperature", "top_p", "guidance", "presence_penalty"}
     )
     fills_lengths: ClassVar[bool] = False
+    t2i_steps: ClassVar[int | None] = None
     exact_likelihood: ClassVar[bool] = False
     evaluation_decoding: ClassVar[str] = (
         "confidence, greedy, lengths from the model (median of p(length | latent))"

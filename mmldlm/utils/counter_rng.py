@@ -75,7 +75,7 @@ def counter_generator(seed: int, epoch: int, *counter: int) -> np.random.Generat
 
 
 def _generators(
-    seed: int, stream: int, indices: Sequence[int], part: int = 0
+    seed: int, stream: int, indices: Sequence[int] | np.ndarray, part: int = 0
 ) -> Iterator[np.random.Generator]:
     # Philox4x64 (Salmon et al., SC 2011): the low counter word is left to the draws themselves.
     key = _key(seed, stream)
@@ -92,7 +92,11 @@ def _key(seed: int, second: int) -> np.ndarray:
 
 
 def uniforms(
-    seed: int, stream: int, indices: Sequence[int], shape: tuple[int, ...], part: int = 0
+    seed: int,
+    stream: int,
+    indices: Sequence[int] | np.ndarray,
+    shape: tuple[int, ...],
+    part: int = 0,
 ) -> Tensor:
     """Draw [len(indices), *shape] fp64 in [0, 1); `part` tells draws of one index apart."""
     import torch
@@ -103,7 +107,9 @@ def uniforms(
     )
 
 
-def normals(seed: int, stream: int, indices: Sequence[int], shape: tuple[int, ...]) -> Tensor:
+def normals(
+    seed: int, stream: int, indices: Sequence[int] | np.ndarray, shape: tuple[int, ...]
+) -> Tensor:
     """Draw [len(indices), *shape] fp32 standard normal numbers."""
     import torch
 

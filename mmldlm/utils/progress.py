@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import IO
 
 from mmldlm.utils.formatting import for_screen, format_bytes, format_duration
 from mmldlm.utils.streams import ERASE_LINE
@@ -51,7 +51,7 @@ class ProgressBar:
         label: str = "",
         unit: str = "",
         *,
-        stream: TextIO | None = None,
+        stream: IO[str] | None = None,
         interval: float = 15.0,
         delay: float = 0.5,
         enabled: bool = True,

@@ -14,6 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from mmldlm.data.sentences import split_sentences
 from mmldlm.utils.input_files import read_bytes
@@ -130,7 +131,8 @@ def docstrings_of(source: bytes) -> list[str] | None:
             tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    docs, todo = [], [tree]
+    docs: list[str] = []
+    todo: list[Any] = [tree]
     while todo:
         node = todo.pop()
         if isinstance(node, _DOCUMENTED):

@@ -41,7 +41,7 @@ FACES = {
 # Digits, Latin, Greek (without the reserved place in its capitals) and Russian letters.
 _RANGES = ("09", "AZ", "az", "\u0391\u03a1", "\u03a3\u03a9", "\u03b1\u03c9", "\u0410\u044f")
 CHARACTERS = "".join(
-    chr(code) for first, last in _RANGES for code in range(ord(first), ord(last) + 1)
+    chr(code) for ends in _RANGES for code in range(ord(ends[0]), ord(ends[1]) + 1)
 )
 _GLYPHS_HELD_OUT = 0.12
 FONT = Path("/usr/share/fonts/truetype/noto/NotoColorEmoji.ttf")

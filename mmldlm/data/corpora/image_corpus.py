@@ -27,6 +27,7 @@ from mmldlm.data.sentences import MAX_TEXT_BYTES, TOO_LARGE, fold_spaces
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_counts, join_some
 from mmldlm.utils.input_files import OTHER_KIND, LeftOut, open_regular, walk_files
+from mmldlm.utils.validation import not_none
 
 _LISTS = {"json": list_json, "jsonl": list_jsonl, "csv": list_table, "tsv": list_table}
 
@@ -68,7 +69,9 @@ def open_image_corpus(
             "nothing there",
             f"check the path, or use one of: {', '.join(DRAWN)}",
         )
-    counts, left_out, peaks = Counter(), LeftOut(), []
+    counts: Counter[str] = Counter()
+    left_out = LeftOut()
+    peaks: list[int] = []
     kind = kind_of(path) or path.suffix.lower()[1:]
     if path.is_dir():
         samples, kind = list_folder(path, counts, left_out), "images"
@@ -87,7 +90,7 @@ def open_image_corpus(
     return ImageCorpus(
         f"{kind}:{path.resolve().name}",
         samples,
-        lambda sample: read_image(sample.path, size, channels, None, white, peaks),
+        lambda sample: read_image(not_none(sample.path), size, channels, None, white, peaks),
         counts,
         left_out=left_out,
         peaks=peaks,
@@ -97,7 +100,10 @@ def open_image_corpus(
 def _open_shards(
     name: str, shards: list[Path], size: int, channels: int, white: int | None
 ) -> ImageCorpus:
-    path, counts, unreadable, left_out, peaks = Path(name), Counter(), {}, LeftOut(), []
+    path, left_out = Path(name), LeftOut()
+    counts: Counter[str] = Counter()
+    unreadable: dict[str, str] = {}
+    peaks: list[int] = []
     others = (
         [file for file in walk_files(path, left_out) if file not in set(shards)]
         if path.is_dir()
@@ -124,7 +130,9 @@ def _open_shards(
     return ImageCorpus(
         f"tar:{path.name}",
         samples,
-        lambda sample: read_image(sample.path, size, channels, sample.part, white, peaks),
+        lambda sample: read_image(
+            not_none(sample.path), size, channels, sample.part, white, peaks
+        ),
         counts,
         unreadable=unreadable,
         left_out=left_out,
@@ -153,11 +161,11 @@ def list_folder(folder: Path, counts: Counter, left_out: LeftOut) -> list[ImageS
     if not paired and not samples:
         some = join_some(path.name for path in [*images[:2], *sorted(captions.values())[:2]])
         found = f"{len(images)} images and {len(captions)} .txt files, no pair of one name"
-        listed = describe_counts(counts) if lists else ""
+        read = describe_counts(counts) if lists else ""
         raise UserError(
             f"images ({', '.join(IMAGE_SUFFIXES)}) and captions of the same name (cat.png,"
             f" cat.txt) in {folder}",
-            "; ".join(filter(None, [found, some, listed, left_out.describe()])),
+            "; ".join(filter(None, [found, some, read, left_out.describe()])),
             "write the caption of each image into a .txt file next to it, or a metadata.jsonl of"
             " {file_name, text}; a list with another name can be given itself as the corpus; to"
             " prepare texts, move the images elsewhere",
@@ -182,7 +190,9 @@ def _sort(
     """Return the images below a folder, its .txt files by name without suffix, and its lists of
     captions.
     """
-    images, captions, lists = [], {}, []
+    images: list[Path] = []
+    captions: dict[Path, Path] = {}
+    lists: list[Path] = []
     for path in walk_files(folder, left_out):
         suffix = path.suffix.lower()
         if suffix in IMAGE_SUFFIXES:

@@ -211,7 +211,7 @@ def read_vectors(path: Path, column: str | None = None) -> list[np.ndarray | Non
     arrow, file = _open_parquet(path)
     known = [field.name for field in file.schema_arrow if _holds_vectors(field.type, arrow)]
     chosen = known[0] if column is None and len(known) == 1 else column
-    if chosen not in known:
+    if chosen is None or chosen not in known:
         raise UserError(
             f"a column {'' if column is None else repr(column) + ' '}of lists of float numbers in"
             f" {path}",

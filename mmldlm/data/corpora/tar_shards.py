@@ -164,7 +164,7 @@ class _CheckedHeader(tarfile.TarInfo):
     def fromtarfile(cls, archive):
         try:
             return super().fromtarfile(archive)
-        except (tarfile.EOFHeaderError, tarfile.EmptyHeaderError):
+        except (tarfile.EOFHeaderError, tarfile.EmptyHeaderError):  # type: ignore[attr-defined]
             # Zeros behind an archive, and the end of the file.
             raise
         except tarfile.HeaderError as error:

@@ -176,13 +176,13 @@ def _looks_like_path(name: str) -> bool:
 
 def _open_folder(folder: Path, text_field: str | None, whole_files: bool) -> Corpus:
     left_out = LeftOut()
-    files = []
+    kind_by_file: dict[Path, str] = {}
     for path in walk_files(folder, left_out):
-        if kind_of(path):
-            files.append(path)
+        if kind := kind_of(path):
+            kind_by_file[path] = kind
         else:
             left_out.add(OTHER_KIND, path.relative_to(folder))
-    kinds = sorted({kind_of(path) for path in files})
+    kinds = sorted(set(kind_by_file.values()))
     if len(kinds) != 1:
         found = (
             f"files of the kinds {', '.join(kinds)}" if kinds else "no such file in it or below it"
@@ -193,7 +193,7 @@ def _open_folder(folder: Path, text_field: str | None, whole_files: bool) -> Cor
             "give the folder that holds the documents, or one of the files",
         )
     (kind,) = kinds
-    named = {path.relative_to(folder).as_posix(): path for path in files}
+    named = {path.relative_to(folder).as_posix(): path for path in kind_by_file}
     if kind == "txt":
         units = _document_units(named, whole_files)
     elif whole_files:

@@ -131,9 +131,8 @@ class Encoder:
         )
         if spec.lower_case:
             lower_case_first(self._tokenizer, subject)
-        self.spec = replace(
-            spec, max_length=_max_length(spec, self.transformer_folder, self._tokenizer, options)
-        )
+        self.max_length = _max_length(spec, self.transformer_folder, self._tokenizer, options)
+        self.spec = replace(spec, max_length=self.max_length)
         try:
             with no_loading_bar():
                 self._model = _load(self.transformer_folder, spec.architecture, DTYPES[self.dtype])
@@ -239,7 +238,7 @@ class Encoder:
             )
         return self._weights_sha256
 
-    def identity(self) -> dict[str, object]:
+    def identity(self) -> dict[str, Any]:
         """Return the JSON-ready description of the encoder; equal ones give comparable latents."""
         spec = self.spec
         identity = {
@@ -320,7 +319,7 @@ class Encoder:
     @property
     def max_text_tokens(self) -> int:
         """Tokens of a text that the encoder reads, without special tokens and the prefix."""
-        return self.spec.max_length - len(self._tokenize([""])[0][0])
+        return self.max_length - len(self._tokenize([""])[0][0])
 
     def num_unknown(self, texts: Sequence[str]) -> list[tuple[int, int]]:
         """Return the unknown ([UNK]) tokens and all tokens of each text, without special tokens
@@ -352,7 +351,7 @@ class Encoder:
         behind them.
         """
         closing = self.spec.closing_token
-        room = self.spec.max_length
+        room = self.max_length
         full = [self.spec.prefix + text for text in texts]
         encoded = self._tokenizer(full, truncation=True, max_length=room, padding=False)[
             "input_ids"
@@ -455,12 +454,12 @@ def lower_case_first(tokenizer: Any, subject: str) -> None:
     core = tokenizer.backend_tokenizer
     rules = [] if core.normalizer is None else [core.normalizer]
     if isinstance(core.normalizer, normalizers.Sequence):
-        rules = list(core.normalizer)
+        rules = list(core.normalizer)  # type: ignore[call-overload]
     if not any(isinstance(rule, normalizers.Lowercase) for rule in rules):
         core.normalizer = normalizers.Sequence([normalizers.Lowercase(), *rules])
 
 
-def _load(folder: Path, architecture: str, dtype: torch.dtype):
+def _load(folder: Path, architecture: str, dtype: torch.dtype) -> Any:
     """Load a transformer.
 
     Raises:
@@ -469,11 +468,12 @@ def _load(folder: Path, architecture: str, dtype: torch.dtype):
     require_docstrings()
     from transformers import AutoModel, MT5EncoderModel, T5EncoderModel, UMT5EncoderModel
 
-    kind = {"t5": T5EncoderModel, "mt5": MT5EncoderModel, "umt5": UMT5EncoderModel}.get(
-        architecture, AutoModel
-    )
+    kinds = {"t5": T5EncoderModel, "mt5": MT5EncoderModel, "umt5": UMT5EncoderModel}
+    kind: Any = kinds.get(architecture, AutoModel)
     if architecture == "m2m":
-        from transformers.models.m2m_100.modeling_m2m_100 import M2M100Encoder as kind
+        from transformers.models.m2m_100.modeling_m2m_100 import M2M100Encoder
+
+        kind = M2M100Encoder
     model, report = kind.from_pretrained(
         folder,
         local_files_only=True,
@@ -494,7 +494,7 @@ def _load(folder: Path, architecture: str, dtype: torch.dtype):
 
 
 def token_budget_batches(
-    lengths: Sequence[int], batch_tokens: int, batch_size: int | None = None
+    lengths: Sequence[int] | np.ndarray, batch_tokens: int, batch_size: int | None = None
 ) -> list[np.ndarray]:
     """Group rows by length, each group padded to at most `batch_tokens` tokens and with at most
     `batch_size` rows.

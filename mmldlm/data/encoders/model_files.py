@@ -314,15 +314,15 @@ def _read_vae(name: str, folder: Path, source: str) -> VaeFiles:
     stages, latent, channels = (
         config.get(key) for key in ("block_out_channels", "latent_channels", "in_channels")
     )
-    is_valid = (
+    if not (
         isinstance(stages, list)
         and stages
         and isinstance(latent, int)
         and latent > 0
+        and isinstance(channels, int)
         and channels in (1, 3)
         and config.get("out_channels") == channels
-    )
-    if not is_valid:
+    ):
         found = f"block_out_channels {stages}, latent_channels {latent}, in_channels {channels}"
         raise UserError(f"{expected} with the same 1 or 3 channels in and out", found[:200], fix)
     return VaeFiles(
@@ -336,7 +336,7 @@ def _read_vae(name: str, folder: Path, source: str) -> VaeFiles:
     )
 
 
-def read_tokenizer(source: str | Path, expected: str, fix: str, **options: Any):
+def read_tokenizer(source: str | Path, expected: str, fix: str, **options: Any) -> Any:
     """Load a Hugging Face tokenizer; from local files only if `source` is a folder.
 
     Args:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -120,7 +121,7 @@ class ImageVae:
         return self._model.decode(latents).sample.float().cpu().numpy().transpose(0, 2, 3, 1)
 
 
-def _load(folder: Path, dtype: torch.dtype):
+def _load(folder: Path, dtype: torch.dtype) -> Any:
     try:
         from diffusers import AutoencoderKL
     except ImportError:

@@ -20,6 +20,7 @@ from mmldlm.errors import MmldlmError
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import first_line
 from mmldlm.utils.resources import threads_per_rank
+from mmldlm.utils.validation import not_none
 
 SAMPLES_PER_SHARD = 4096
 # When this many texts fail one by one and none succeeds, the encoder or the GPU is broken, not the
@@ -68,16 +69,18 @@ def encode(
     """
     if latents_per_text == 1:
         return _encode(encoder, texts, retries, progress)
-    pieces = [piece for text in texts for piece in split_into_parts(text, latents_per_text)]
+    pieces = [
+        piece for text in texts for piece in not_none(split_into_parts(text, latents_per_text))
+    ]
     vectors = _encode(encoder, pieces, retries, progress)
     latents = np.zeros((len(pieces), encoder.latent_dim), np.float32)
     latents[vectors.is_ok] = vectors.latents
-    is_ok = vectors.is_ok.reshape(-1, latents_per_text).all(axis=1)
+    is_ok = np.all(vectors.is_ok.reshape(-1, latents_per_text), axis=1)
     reasons: dict[int, str] = {}
     for position, reason in vectors.reasons.items():
         text, piece = divmod(position, latents_per_text)
         reasons.setdefault(text, f"piece {piece + 1} of {latents_per_text}: {reason}")
-    is_cut = vectors.is_cut.reshape(-1, latents_per_text).any(axis=1)
+    is_cut = np.any(vectors.is_cut.reshape(-1, latents_per_text), axis=1)
     return EncodeResult(
         is_ok, latents.reshape(len(texts), latents_per_text, -1)[is_ok], reasons, is_cut
     )

@@ -5,6 +5,7 @@ codebook.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from mmldlm.data import BASIS, CODEBOOK
 from mmldlm.data.codebook import FSQ_LEVELS, Codebook, exact_dtype, nearest_codes
 from mmldlm.data.image_codec import ImageCodec
 from mmldlm.data.images import to_patches
-from mmldlm.data.prepare.options import ImageOptions
+from mmldlm.data.prepare.options import CompleteImageOptions
 from mmldlm.data.prepare.read import ImageShards
 from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import atomic_file
@@ -29,7 +30,11 @@ _MARGIN = 0.01
 
 
 def fit_codec(
-    options: ImageOptions, shards: ImageShards, rows: np.ndarray, folder: Path, console: Console
+    options: CompleteImageOptions,
+    shards: ImageShards,
+    rows: np.ndarray,
+    folder: Path,
+    console: Console,
 ) -> ImageCodec:
     """Return the codec of completed options; its file, if it has one, is written into `folder`.
 
@@ -45,24 +50,25 @@ def fit_codec(
     """
     num_latents = (options.image_size // options.patch_size) ** 2
     values = options.patch_size**2 * options.channels
-    shape = {"size": options.image_size, "patch": options.patch_size, "channels": options.channels}
-    shape["num_latents"] = num_latents
+    codec = ImageCodec(
+        options.image_size, options.patch_size, options.channels, "pixels", num_latents, values
+    )
     if options.latents == "pixels":
-        return ImageCodec(**shape, latents="pixels", latent_dim=values)
+        return codec
     if options.num_components is not None:
         path, basis = folder / BASIS, _fit_basis(options, shards, rows, console)
         _write(path, basis)
         dim = options.num_components // num_latents
-        return ImageCodec(**shape, latents="pca", latent_dim=dim, basis=basis, basis_file=path)
+        return replace(codec, latents="pca", latent_dim=dim, basis=basis, basis_file=path)
     with console.status("fitting the codes of patches"):
         codebook = _fit_codebook(options, shards, rows)
     _write(folder / CODEBOOK, codebook.as_float32())
     codebook = Codebook(codebook.kind, codebook.values, folder / CODEBOOK)
-    return ImageCodec(**shape, latents="codes", latent_dim=1, codebook=codebook)
+    return replace(codec, latents="codes", latent_dim=1, codebook=codebook)
 
 
 def _fit_basis(
-    options: ImageOptions, shards: ImageShards, rows: np.ndarray, console: Console
+    options: CompleteImageOptions, shards: ImageShards, rows: np.ndarray, console: Console
 ) -> np.ndarray:
     count = options.num_components
     assert count is not None
@@ -84,7 +90,9 @@ def _fit_basis(
     return basis
 
 
-def _fit_codebook(options: ImageOptions, shards: ImageShards, rows: np.ndarray) -> Codebook:
+def _fit_codebook(
+    options: CompleteImageOptions, shards: ImageShards, rows: np.ndarray
+) -> Codebook:
     num_latents = (options.image_size // options.patch_size) ** 2
     step = -(
         -len(rows) * num_latents // max(_CODE_PATCHES, _PATCHES_A_CODE * (options.num_codes or 0))
@@ -204,7 +212,7 @@ def fit_components(blocks: Iterable[np.ndarray], count: int) -> tuple[np.ndarray
         float32 [M + 1, S * S * C], the mean and then the components, each with its largest entry
         positive; and the fraction of the variance that they explain.
     """
-    num, total, products = 0, 0.0, 0.0
+    num, total, products = 0, np.zeros(1), np.zeros(1)
     for block in blocks:
         flat = block.reshape(len(block), -1).astype(np.float64)
         num, total, products = num + len(flat), total + flat.sum(0), products + flat.T @ flat

@@ -26,7 +26,12 @@ from mmldlm.data.prepare import read, select
 from mmldlm.data.prepare.encode import device_of_rank
 from mmldlm.data.prepare.fit_codec import fit_codec
 from mmldlm.data.prepare.inputs import FileIdentities, autoencoder_inputs
-from mmldlm.data.prepare.options import ImageOptions, check_image_options, complete_options
+from mmldlm.data.prepare.options import (
+    CompleteImageOptions,
+    ImageOptions,
+    check_image_options,
+    complete_options,
+)
 from mmldlm.data.prepare.read import ImageShards
 from mmldlm.data.prepare.source import CorpusReport, Source
 from mmldlm.data.prepare.summary import RankProgress
@@ -124,13 +129,16 @@ class _Candidates:
 class ImageSource(Source):
     """Images of one corpus, or of two with a validation corpus, and their codec."""
 
+    options: CompleteImageOptions
+    reports: dict[str, ImageReport]
+    samples: dict[str, ImageSplit]
+
     def __init__(self, options: ImageOptions, queue: TaskQueue, console: Console):
-        options = complete_options(options)
-        super().__init__(options, check_image_options(options), queue, console)
-        self.options = options
-        self.reports: dict[str, ImageReport] = {}
-        self.vae = options.find_vae()
-        self.corpora = _open_corpora(options)
+        complete = complete_options(options)
+        super().__init__(complete, check_image_options(complete), queue, console)
+        self.reports = {}
+        self.vae = complete.find_vae()
+        self.corpora = _open_corpora(complete)
         if queue.rank == 0:
             self._check_memory()
         self.codec: ImageCodec | None = None
@@ -440,7 +448,7 @@ class ImageSource(Source):
             start = stop
 
 
-def _open_corpora(options: ImageOptions) -> dict[str, ImageCorpus]:
+def _open_corpora(options: CompleteImageOptions) -> dict[str, ImageCorpus]:
     named = {"train": options.corpus, "validation": options.validation_corpus}
     corpora = {
         split: open_image_corpus(

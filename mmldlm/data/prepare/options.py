@@ -134,8 +134,8 @@ class PrepareOptions:
 
     def encoder_options(self) -> dict[str, Any]:
         """Return the keyword arguments of Encoder, without its name and device."""
-        names = ("batch_tokens", "latent_dim", "dtype", "batch_size", "compile", "cache_dir")
-        names += ("pooling", "prefix", "normalize", "max_length")
+        names = ["batch_tokens", "latent_dim", "dtype", "batch_size", "compile", "cache_dir"]
+        names += ["pooling", "prefix", "normalize", "max_length"]
         return {name: getattr(self, name) for name in names}
 
 
@@ -289,7 +289,16 @@ class ImageOptions:
         return {key: value for key, value in values.items() if value is not None}
 
 
-def complete_options(options: ImageOptions) -> ImageOptions:
+@dataclass
+class CompleteImageOptions(ImageOptions):
+    """Options of which the shape of an image and of its patches is known (`complete_options`)."""
+
+    image_size: int = 32
+    patch_size: int = 8
+    channels: int = 3
+
+
+def complete_options(options: ImageOptions) -> CompleteImageOptions:
     """Return the options with the defaults of their corpus: small gray letters, else color images
     of 32 pixels.
     """
@@ -302,17 +311,20 @@ def complete_options(options: ImageOptions) -> ImageOptions:
         patch = 4 if size <= 64 else 8
     else:
         patch = 4 if size <= 16 else 8 if size <= 64 else 16
-    latents = options.latents
-    return replace(
-        options,
-        image_size=size,
-        patch_size=options.patch_size or patch,
-        latents=f"codes:kmeans:{DEFAULT_CODES}" if latents == "codes:kmeans" else latents,
-        channels=options.channels or (1 if is_glyphs else 3),
-    )
+    if options.latents == "codes:kmeans":
+        options = replace(options, latents=f"codes:kmeans:{DEFAULT_CODES}")
+    channels = options.channels or (1 if is_glyphs else 3)
+    return _with_shape(options, size, options.patch_size or patch, channels)
 
 
-def _complete_for_vae(options: ImageOptions, vae: VaeFiles) -> ImageOptions:
+def _with_shape(
+    options: ImageOptions, size: int, patch: int, channels: int
+) -> CompleteImageOptions:
+    shape = {"image_size": size, "patch_size": patch, "channels": channels}
+    return CompleteImageOptions(**{**vars(options), **shape})
+
+
+def _complete_for_vae(options: ImageOptions, vae: VaeFiles) -> CompleteImageOptions:
     """Return the options with the patch and the channels of an autoencoder.
 
     Raises:
@@ -326,11 +338,10 @@ def _complete_for_vae(options: ImageOptions, vae: VaeFiles) -> ImageOptions:
                 str(getattr(options, name)),
                 f"leave {flag} out",
             )
-    size = options.image_size or 256
-    return replace(options, image_size=size, patch_size=vae.patch, channels=vae.channels)
+    return _with_shape(options, options.image_size or 256, vae.patch, vae.channels)
 
 
-def check_image_options(options: ImageOptions) -> Path:
+def check_image_options(options: CompleteImageOptions) -> Path:
     """Check the values of completed options for images; return the output folder, links resolved.
 
     Raises:
@@ -378,7 +389,7 @@ def check_image_options(options: ImageOptions) -> Path:
     return output_root(options.output_dir)
 
 
-def _check_latents(options: ImageOptions) -> None:
+def _check_latents(options: CompleteImageOptions) -> None:
     """Check --latents of completed options.
 
     Raises:
@@ -406,7 +417,7 @@ def _check_latents(options: ImageOptions) -> None:
         )
 
 
-def _check_components(options: ImageOptions, count: int) -> None:
+def _check_components(options: CompleteImageOptions, count: int) -> None:
     """Check the number M of `pca:M`."""
     num_values = options.image_size**2 * options.channels
     num_latents = (options.image_size // options.patch_size) ** 2

@@ -75,11 +75,11 @@ class TextShards:
     def __len__(self) -> int:
         return len(self.hashes)
 
-    def get(self, rows: Sequence[int]) -> list[str]:
+    def get(self, rows: Sequence[int] | np.ndarray) -> list[str]:
         """Return the texts at some rows."""
         return list(self.iterate(rows))
 
-    def iterate(self, rows: Sequence[int]) -> Iterator[str]:
+    def iterate(self, rows: Sequence[int] | np.ndarray) -> Iterator[str]:
         """Yield the texts at some rows."""
         for row in np.asarray(rows, dtype=np.int64).tolist():
             part = int(np.searchsorted(self._starts, row, side="right")) - 1
@@ -93,7 +93,7 @@ class SelectedTexts:
     """The texts at some rows, as an iterable that can be read any number of times."""
 
     texts: TextShards
-    rows: Sequence[int]
+    rows: np.ndarray
 
     def __iter__(self) -> Iterator[str]:
         return self.texts.iterate(self.rows)
@@ -122,9 +122,12 @@ def read_images(
         codec: Codec that encodes them at once, because pixels would need much more space; None:
             pixels are written.
     """
-    images, places, reasons = [], [], {}
+    images: list[np.ndarray] = []
+    places: list[int] = []
+    reasons: dict[int, str] = {}
     corpus.peaks.clear()
-    last, image_or_reason = None, None
+    last = None
+    image_or_reason: np.ndarray | str = ""
     for row, sample in enumerate(samples):
         if sample.origin != last:
             # Several captions of one image follow each other; read the image once.
@@ -159,7 +162,7 @@ def _encode_finite(codec: ImageCodec, images: np.ndarray) -> tuple[np.ndarray, n
         return np.empty((0, codec.num_latents, codec.latent_dim), np.float16), np.zeros(0, bool)
     with np.errstate(over="ignore"):
         latents = codec.encode(images).astype(np.float16)
-    is_finite = np.isfinite(latents).all(axis=(1, 2))
+    is_finite = np.all(np.isfinite(latents), axis=(1, 2))
     return latents[is_finite], is_finite
 
 

@@ -128,7 +128,7 @@ class Source(ABC):
         queue: TaskQueue,
         console: Console,
     ):
-        self.root, self.queue, self.console = root, queue, console
+        self.options, self.root, self.queue, self.console = options, root, queue, console
         self.work = WorkDir(root, queue)
 
     @abstractmethod

@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from mmldlm.errors import EXIT_FAILED, EXIT_INTERRUPTED, MmldlmError
 from mmldlm.utils.environment import int_from_env
@@ -163,7 +164,7 @@ class StoreTaskQueue(TaskQueue):
             self.add(_DONE_KEY)
             raise RankFailed(message, int(code), already_reported=True)
 
-    def _call(self, operation: Callable):
+    def _call(self, operation: Callable[[], Any]) -> Any:
         try:
             return operation()
         except Exception as error:

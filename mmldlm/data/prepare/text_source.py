@@ -33,6 +33,7 @@ from mmldlm.data.writers import FILES_FORMAT, Block, FilesSplit, StoreSplit
 from mmldlm.errors import UserError
 from mmldlm.utils.formatting import describe_counts
 from mmldlm.utils.input_files import LeftOut
+from mmldlm.utils.validation import not_none
 
 # Counter that rank 0 sets for the other ranks.
 _REACH = "tokens of a text that the encoder reads"
@@ -41,6 +42,10 @@ _SAMPLES_OF_A_CHECK = 2048
 
 class TextSource(Source):
     """Texts of one or more corpora, and their sentence encoder."""
+
+    options: PrepareOptions
+    reports: dict[str, CorpusReport]
+    samples: dict[str, Samples]
 
     def __init__(self, options: PrepareOptions, queue: TaskQueue, console: Console):
         super().__init__(options, check_options(options), queue, console)
@@ -62,7 +67,7 @@ class TextSource(Source):
             has_documents = any(corpus.has_documents for corpus in self.corpora["train"])
             options = replace(options, overlong="chunk" if has_documents else "drop")
         self.options = options
-        self.reports: dict[str, CorpusReport] = {}
+        self.reports = {}
         self.format = FORMAT if options.layout == "store" else FILES_FORMAT
         self.encoder: Encoder | None = None
 
@@ -132,7 +137,7 @@ class TextSource(Source):
             return reach
         raise UserError(
             f"--max-tokens of at most {reach}: encoder {encoder.name} reads"
-            f" {encoder.spec.max_length} tokens of a text, special ones and prefix included",
+            f" {encoder.max_length} tokens of a text, special ones and prefix included",
             f"--max-tokens {options.max_tokens} --overlong {options.overlong}",
             f"give --max-tokens {reach}, cut longer texts into pieces with --overlong chunk,"
             " or choose an encoder that reads more",
@@ -251,7 +256,7 @@ class TextSource(Source):
         if options.overlong == "chunk" and options.latents_per_text == 1:
             max_tokens = min(max_tokens, self.queue.add(_REACH, 0))
         rules = tokenize.LengthRules(
-            options.min_tokens, max_tokens, options.overlong, options.latents_per_text
+            options.min_tokens, max_tokens, not_none(options.overlong), options.latents_per_text
         )
 
         def tokenize_part(part: int, path: Path) -> None:
@@ -350,7 +355,7 @@ class TextSource(Source):
 
     def quarantined(self) -> list[dict[str, Any]]:
         """Return the split, corpus row, text and reason of every sample without a latent."""
-        records = []
+        records: list[dict[str, Any]] = []
         for name, samples in self.samples.items():
             num_bad = 0
             for shard, path in enumerate(self.encoded[name]):

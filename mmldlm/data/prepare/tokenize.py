@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -86,11 +86,12 @@ def tokenize_shard(
         for sample_ids, sample_text in result.samples:
             positions.append(position)
             ids_of.append(np.asarray(sample_ids, dtype=np.int32))
-            is_complete = sample_text is None
-            hashes.append(
-                int(texts.hashes[rows[position]]) if is_complete else content_hash(sample_text)
-            )
-            own_text.append(b"" if is_complete else sample_text.encode("utf-8"))
+            if sample_text is None:
+                hashes.append(int(texts.hashes[rows[position]]))
+                own_text.append(b"")
+            else:
+                hashes.append(content_hash(sample_text))
+                own_text.append(sample_text.encode("utf-8"))
     write_npz(
         path,
         status=status,
@@ -145,7 +146,9 @@ def read_shard(path: Path) -> dict[str, np.ndarray]:
     return shard
 
 
-def truncate(tokenizer, text: str, max_tokens: int) -> tuple[list[int], str]:
+def truncate(
+    tokenizer: PreTrainedTokenizerFast, text: str, max_tokens: int
+) -> tuple[list[int], str]:
     """Return at most the first max_tokens token ids of a text, and the text that they cover.
 
     The cut is moved back to the end of a character: byte-level tokens may hold a part of one.
@@ -163,17 +166,23 @@ def truncate(tokenizer, text: str, max_tokens: int) -> tuple[list[int], str]:
 
 
 def _ends_with_a_character(
-    tokenizer, ids: list[int], offsets: list[tuple[int, int]], count: int, cut: str
+    tokenizer: PreTrainedTokenizerFast,
+    ids: list[int],
+    offsets: list[tuple[int, int]],
+    count: int,
+    cut: str,
 ) -> bool:
     """Whether the first `count` tokens end where a character of the text does."""
     if count < len(ids) and offsets[count][0] < offsets[count - 1][1]:
         # The next token covers the same character.
         return False
-    decoded = tokenizer.decode(ids[max(count - 8, 0) : count])
+    decoded = str(tokenizer.decode(ids[max(count - 8, 0) : count]))
     return not decoded.endswith(_REPLACEMENT) or cut.endswith(_REPLACEMENT)
 
 
-def chunk(tokenizer, text: str, max_tokens: int) -> list[tuple[list[int], str]]:
+def chunk(
+    tokenizer: PreTrainedTokenizerFast, text: str, max_tokens: int
+) -> list[tuple[list[int], str]]:
     """Cut a text into pieces of at most max_tokens tokens, (token ids, text) each.
 
     Consecutive sentences are joined as long as they fit. A longer sentence is cut at white space,
@@ -207,12 +216,14 @@ def chunk(tokenizer, text: str, max_tokens: int) -> list[tuple[list[int], str]]:
     return pieces
 
 
-def _count_tokens(tokenizer, parts) -> list[tuple[str, int]]:
+def _count_tokens(
+    tokenizer: PreTrainedTokenizerFast, parts: Iterable[str]
+) -> list[tuple[str, int]]:
     parts = [part for part in parts if part]
     return list(zip(parts, map(len, token_ids(tokenizer, parts)))) if parts else []
 
 
-def _cut_sentence(tokenizer, sentence: str, max_tokens: int) -> list[str]:
+def _cut_sentence(tokenizer: PreTrainedTokenizerFast, sentence: str, max_tokens: int) -> list[str]:
     """Cut a too long sentence into parts, each at the last white space of what fits."""
     parts, start = [], 0
     while start < len(sentence):
@@ -228,7 +239,9 @@ def _cut_sentence(tokenizer, sentence: str, max_tokens: int) -> list[str]:
     return parts
 
 
-def _first_offsets(tokenizer, sentence: str, start: int, max_tokens: int) -> list[tuple[int, int]]:
+def _first_offsets(
+    tokenizer: PreTrainedTokenizerFast, sentence: str, start: int, max_tokens: int
+) -> list[tuple[int, int]]:
     """Return the offsets of the tokens behind a position: of all of them, or of well over
     max_tokens. To tokenize the whole rest for each part would be quadratic in its length.
     """
@@ -245,7 +258,9 @@ def _first_offsets(tokenizer, sentence: str, start: int, max_tokens: int) -> lis
         size *= 2
 
 
-def _length_that_fits(tokenizer, sentence: str, start: int, offsets: list[tuple[int, int]]) -> int:
+def _length_that_fits(
+    tokenizer: PreTrainedTokenizerFast, sentence: str, start: int, offsets: list[tuple[int, int]]
+) -> int:
     """Return how many characters behind a position have at most as many tokens as offsets are
     given: up to the last white space, if there is one.
     """

@@ -61,12 +61,8 @@ class HdlmData(LatentData):
 
     def _special_tokens(self) -> set[int]:
         model = self.config.model
-        return {
-            *load_tokenizer(self.train.root).all_special_ids,
-            model.mask_token_id,
-            model.pad_token_id,
-            model.eos_token_id,
-        }
+        ids = (model.mask_token_id, model.pad_token_id, model.eos_token_id)
+        return {*load_tokenizer(self.train.root).all_special_ids, *map(not_none, ids)}
 
 
 def cooccurrence_vectors(texts: list[np.ndarray], vocab_size: int) -> np.ndarray:

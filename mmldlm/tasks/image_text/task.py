@@ -37,8 +37,6 @@ class ImageTextTask(TranslationTask):
     """Kind of `mmldlm sample` -> options of it that only a task of other latents reads."""
     t2i_options: ClassVar[tuple[str, ...]] = ("method", "eta")
     """Options of t2i alone that `draw_images` reads."""
-    t2i_steps: ClassVar[int | None] = None
-    """Default number of steps of an image; None: that of `mmldlm sample`."""
     corruption = "noised"
     """What is done to the latents."""
 
