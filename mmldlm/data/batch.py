@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmldlm.data.batch_plan import GlobalBatch
+    from mmldlm.data.lengths import Lengths
 
 
 @dataclass(kw_only=True)
@@ -94,7 +95,11 @@ class Collator(Protocol):
     """
 
     def collate(
-        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
+        self,
+        batch: GlobalBatch,
+        slots: np.ndarray,
+        samples: Any,
+        lengths: np.ndarray | Lengths,
     ) -> Batch:
         """Build the micro-batch at some slots of a global batch, on the CPU.
 

@@ -7,7 +7,7 @@ import errno
 import os
 import shlex
 from collections.abc import Iterable, Mapping
-from typing import TextIO
+from typing import IO
 
 from mmldlm.errors import ACCESS_FIX
 from mmldlm.utils.streams import is_terminal
@@ -106,7 +106,7 @@ def fold(text: str, width: int, indent: str = "") -> str:
     return "\n".join(lines) + "\n" * text.endswith("\n")
 
 
-def for_screen(text: str, stream: TextIO, indent: str = "  ") -> str:
+def for_screen(text: str, stream: IO[str], indent: str = "  ") -> str:
     """Wrap text to the width of a terminal; return it unchanged for a pipe or a file."""
     import shutil
 
