@@ -209,9 +209,9 @@ class PendingCheckpoint:
                 ) from None
             path.unlink()
         folders = []
-        for folder, _, names in os.walk(self.path):
-            folders.append(Path(folder))
-            for path in (Path(folder, name) for name in names):
+        for root, _, names in os.walk(self.path):
+            folders.append(Path(root))
+            for path in (Path(root, name) for name in names):
                 listed = files.get(path.relative_to(self.path).as_posix())
                 if listed is None or path.stat().st_size != listed["bytes"]:
                     raise RuntimeError(f"{path} changes while the checkpoint is committed")

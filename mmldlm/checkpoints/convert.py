@@ -412,12 +412,13 @@ def _write(
     elif options.verify:
         _compare_elements(weights, planned.folder)
     notes = [*(planned.optimizer.notes if planned.optimizer else ()), *weights.notes]
+    export = planned.export if to == "safetensors" else None
     if to in (*EXPORTS, "dcp"):
-        dtype = planned.export.dtype if to == "safetensors" else None
+        dtype = export.dtype if export is not None else None
         notes += copy_companion_files(opened, dtype, folder)
-    if to == "safetensors" and not options.only:
+    if export is not None and not options.only:
         stored = "the types of the checkpoint" if options.dtype == "keep" else options.dtype
-        size = planned.export.num_parameters
+        size = export.num_parameters
         write_model_card(opened, folder, name, size, stored or "fp32", is_average=options.ema)
     if pending is not None:
         kept = copy_run(opened, pending.path, planned.world_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -126,7 +127,7 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
     return report
 
 
-def as_torch(values, dtype: str) -> torch.Tensor:
+def as_torch(values: np.ndarray, dtype: str) -> torch.Tensor:
     """Return an array of WeightSource.read as a tensor of its dtype."""
     tensor = torch.from_numpy(values.copy())
     return tensor.view(getattr(torch, dtype))

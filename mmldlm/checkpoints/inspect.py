@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,12 +53,14 @@ def inspect(path: Path | str, keep_names: bool = False, key: str | None = None) 
 
     For `keep_names` and `key` see open_source.
     """
-    options = {"allow_nonfinite": True, "with_ema": True, "keep_names": keep_names, "key": key}
+    read = functools.partial(
+        open_source, path, allow_nonfinite=True, with_ema=True, keep_names=keep_names, key=key
+    )
     try:
-        opened = open_source(path, with_moments=True, **options)
+        opened = read(with_moments=True)
     except UserError as error:
         # The weights can be read even if mmldlm cannot continue the optimizer.
-        opened = open_source(path, **options)
+        opened = read()
         opened.weights.notes.append(
             f"optimizer state not shown: expected {error.expected}, found {error.found}"
         )
@@ -239,8 +242,8 @@ def diff(
         print(f"shape      {name}: {_shape(one)} in A, {_shape(two)} in B")
     for name, (count, largest) in difference.values.items():
         print(f"values     {name}: {count:,} elements differ, by at most {largest:.6g}")
-    for name, (one, two) in difference.dtypes.items():
-        print(f"dtype      {name}: {one} in A, {two} in B")
+    for name, (dtype, other) in difference.dtypes.items():
+        print(f"dtype      {name}: {dtype} in A, {other} in B")
     differing = len(difference.values) + len(difference.shapes)
     absent = len(difference.only_a) + len(difference.only_b)
     print(f"{difference.equal} tensors equal, {differing} differ, {absent} in one alone")

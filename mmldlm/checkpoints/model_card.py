@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from mmldlm.checkpoints.formats.weight_source import OpenedCheckpoint
 from mmldlm.checkpoints.manifest import CONFIG_FILE, STATE_FILE
@@ -225,7 +225,7 @@ def _section(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 <= value < 1 << 62
 
 

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -195,7 +195,8 @@ class Agent:
         self._stderr: list[str] = []
         # End of the output before the greeting; None after it.
         self._printed: bytes | None = b""
-        self._process: subprocess.Popen | None = None
+        # subprocess.Popen from start() on; its type would make every pipe optional.
+        self._process: Any = None
         self._request_id = 0
         self._lock = threading.Lock()
 
@@ -342,7 +343,7 @@ class AgentPool:
     def start(self) -> None:
         """Start all agents in parallel."""
 
-        def login(agent: Agent):
+        def login(agent: Agent) -> None:
             with self._login:
                 agent.start()
 
@@ -356,7 +357,7 @@ class AgentPool:
         `args` may be a function of the node name.
         """
 
-        def one(agent: Agent):
+        def one(agent: Agent) -> Any:
             return agent.request(action, args(agent.name) if callable(args) else args, timeout)
 
         return self._each([name for name in self.agents if name not in self.failures], one, action)
@@ -411,7 +412,9 @@ class AgentPool:
         self._executor.shutdown()
 
 
-def serve(actions: dict[str, Callable[[dict], object]], idle_timeout: float | None = None) -> None:
+def serve(
+    actions: Mapping[str, Callable[[dict], object]], idle_timeout: float | None = None
+) -> None:
     """Answer requests until the input ends, or until `idle_timeout` seconds without a request."""
     # The login shell may have printed an incomplete line (a prompt, a terminal title).
     print("\n" + MARK + json.dumps({"hello": os.getpid()}), flush=True)

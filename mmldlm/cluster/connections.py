@@ -226,8 +226,9 @@ def relay(host: str, port: int) -> None:
         connection.settimeout(CONNECT_SECONDS)
         connection.connect((host, port))
         connection.settimeout(None)
+        inputs: list[int | socket.socket] = [0, connection]
         while True:
-            ready = select.select([0, connection], [], [])[0]
+            ready = select.select(inputs, [], [])[0]
             data = os.read(0, 1 << 16) if 0 in ready else connection.recv(1 << 16)
             if not data:
                 return

@@ -83,11 +83,11 @@ def _parse(text: str, path: Path) -> tuple[list[Node], list[str]]:
     for line_number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        node, problem = _read_line(line, line_number)
-        if problem is None and (first := next((n for n in nodes if n.name == node.name), None)):
-            problem = f"{node.name} is already in line {first.line}"
-        if problem is not None:
-            problems.append(f"{path}:{line_number}: {problem}")
+        node = _read_line(line, line_number)
+        if isinstance(node, str):
+            problems.append(f"{path}:{line_number}: {node}")
+        elif first := next((n for n in nodes if n.name == node.name), None):
+            problems.append(f"{path}:{line_number}: {node.name} is already in line {first.line}")
         else:
             nodes.append(node)
     if not nodes and not problems:
@@ -128,16 +128,16 @@ def _read_bytes(path: Path) -> bytes:
         os.close(file)
 
 
-def _read_line(line: str, line_number: int) -> tuple[Node | None, str | None]:
-    """Return (node, None) or (None, problem)."""
+def _read_line(line: str, line_number: int) -> Node | str:
+    """Return the node, or the problem of the line."""
     name, *rest = line.split()
     if not _NAME.fullmatch(name):
-        return None, f"{name!r} is not a host name (a range, user, port or IPv6 address is none)"
+        return f"{name!r} is not a host name (a range, user, port or IPv6 address is none)"
     slots = _SLOTS.fullmatch(" ".join(rest))
     if slots is None:
         found = repr(" ".join(rest)) if rest else "nothing"
-        return None, f"{found} after {name}, where slots=N of at least 1 is expected"
-    return Node(name, int(slots[1]), line_number), None
+        return f"{found} after {name}, where slots=N of at least 1 is expected"
+    return Node(name, int(slots[1]), line_number)
 
 
 def main(path: str) -> int:

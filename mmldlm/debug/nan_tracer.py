@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ class NanTracer(TorchDispatchMode):
         super().__enter__()
         return self
 
-    def __exit__(self, *args) -> None:
+    def __exit__(self, *args: Any) -> None:
         super().__exit__(*args)
         self._tracker.__exit__(*args)
 
@@ -118,7 +119,7 @@ class NanTracer(TorchDispatchMode):
                 self._record(backward, "NaN" if "NaN" in created else "Inf", packet, inputs)
         return result
 
-    def _record(self, backward: bool, kind: str, packet, inputs: list[Tensor]) -> None:
+    def _record(self, backward: bool, kind: str, packet: Any, inputs: list[Tensor]) -> None:
         module = max(
             (name for name in self._tracker.parents if name != "Global"), key=len, default=""
         )

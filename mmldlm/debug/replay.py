@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -295,7 +296,7 @@ class Replay:
         model, module = self._cast_model(dtype)
         self._loss_scale = self.skipped["loss_scale"] if dtype == "fp16" else 1.0
         bad_weights = nonfinite_weights(model)
-        findings = {
+        findings: dict[str, Any] = {
             "clean": not bad_weights,
             "weights": [str(origin) for origin in bad_weights],
             "micro_batches": [],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from rich.box import SIMPLE
@@ -33,6 +33,7 @@ from mmldlm.stability.guard import LossScaler
 from mmldlm.tasks.registry import find_task
 from mmldlm.utils.formatting import first_line, for_screen
 from mmldlm.utils.json_files import plain_value
+from mmldlm.utils.validation import not_none
 
 OVERFIT_STEPS = 10
 """Steps on one batch. With fewer than about five, layers behind adaLN-Zero have no gradient yet.
@@ -65,7 +66,9 @@ class SanityRunner:
 
     def __init__(self, data: RunData, interval: int = 1, detect_anomaly: bool = False):
         self.data, self.config, self.detect_anomaly = data, data.config, detect_anomaly
-        self.findings, self.steps, self.groups = Findings(), [], []
+        self.findings = Findings()
+        self.steps: list[dict] = []
+        self.groups: list[dict] = []
         self.layer_stats: LayerStats | None = None
         self.log: Callable[[str], None] = lambda text: None
         self._has_gradient: set[str] = set()
@@ -131,7 +134,7 @@ class SanityRunner:
 
     # -- batches ----------------------------------------------------------------------------------
 
-    def _batches(self, max_steps: int):
+    def _batches(self, max_steps: int) -> Iterator[list[Batch]]:
         self.dataset = self._micro_batches(self.config.training.grad_accum_steps)
         data = self.config.data
         return iterate_steps(self.dataset, 0, max_steps, data.num_workers, data.prefetch_factor)
@@ -198,7 +201,7 @@ class SanityRunner:
                 self._applied += 1
             else:
                 engine.discard_gradients()
-            stats = self._collector.after_step(lr, finite)
+            stats = not_none(self._collector.after_step(lr, finite))
             self._has_gradient |= {
                 part for part, p in stats.parameters.items() if p.num_zeros < p.numel
             }
@@ -217,7 +220,7 @@ class SanityRunner:
         return loss
 
     @contextlib.contextmanager
-    def _record_exceptions(self, step: int):
+    def _record_exceptions(self, step: int) -> Iterator[None]:
         try:
             yield
         except (

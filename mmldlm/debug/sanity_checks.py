@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -267,14 +268,14 @@ class GradientHooks:
             if parameter.requires_grad:
                 self._handles.append(parameter.register_hook(self._record_gradient(name)))
 
-    def _record_dtype(self, name: str):
-        def record(module, inputs, output) -> None:
+    def _record_dtype(self, name: str) -> Callable[..., None]:
+        def record(module: nn.Module, inputs: Any, output: Tensor) -> None:
             self.products[name] = output.dtype
 
         return record
 
-    def _record_gradient(self, name: str):
-        def record(gradient) -> None:
+    def _record_gradient(self, name: str) -> Callable[[Tensor], None]:
+        def record(gradient: Tensor) -> None:
             self.fired.add(name)
 
         return record

@@ -11,6 +11,8 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from mmldlm.utils.validation import not_none
+
 Eta = float | Callable[[Tensor, Tensor], Tensor]
 """Noise of a DDIM step: 0 none, 1 ancestral, or a function of (t, s) in fp64."""
 
@@ -240,15 +242,15 @@ class GaussianProcess:
         alpha_t, sigma_t = self._alpha_sigma_like(t, z)
         alpha_s, sigma_s = self._alpha_sigma_like(s, z)
         direction = (z - alpha_t * x0) / sigma_t
-        if callable(eta):
-            eta = self._like(eta(t.double(), s.double()), z)
-        elif eta == 0:
+        if eta == 0:
             return alpha_s * x0 + sigma_s * direction
+        share = self._like(eta(t.double(), s.double()), z) if callable(eta) else eta
         # Ancestral standard deviation: sigma_s^2 (1 - (alpha_t sigma_s / (alpha_s sigma_t))^2),
         # finite at alpha_t = 0.
         ratio = alpha_t * sigma_s / (alpha_s * sigma_t)
-        std = eta * sigma_s * (1 - ratio**2).clamp_min(0).sqrt()
-        return alpha_s * x0 + (sigma_s**2 - std**2).clamp_min(0).sqrt() * direction + std * noise
+        std = share * sigma_s * (1 - ratio**2).clamp_min(0).sqrt()
+        mean = alpha_s * x0 + (sigma_s**2 - std**2).clamp_min(0).sqrt() * direction
+        return mean + std * not_none(noise)
 
     def multistep(
         self,

@@ -230,7 +230,7 @@ def cluster_tokens(
     words = np.setdiff1d(np.arange(len(vectors)), np.array(sorted(alone), dtype=np.int64))
     is_known = vectors[words].any(1)
     if is_known.sum() < num_clusters:
-        is_known[:] = True
+        is_known = np.ones(len(words), dtype=bool)
     cluster_of_word = np.empty(len(words), dtype=np.int64)
     cluster_of_word[is_known] = _k_means(vectors[words[is_known]], num_clusters, seed)
     cluster_of_word[~is_known] = np.arange(len(words) - is_known.sum()) % num_clusters

@@ -42,6 +42,7 @@ class Engine(Ranks, ABC):
         device: Device of this rank's tensors.
         model: Bare model (its parameters may be sharded).
         module: Module to call for a forward pass.
+        optimizer: torch's or Muon, or what DeepSpeed wraps around one of them.
         folders: Folders below a checkpoint's engine folder that `write` needs; they exist,
             writable on every rank, before `snapshot_state` is called.
         saves_shards: Whether this rank's shards are saved (False if another rank holds the same).
@@ -57,6 +58,7 @@ class Engine(Ranks, ABC):
     device: torch.device
     model: nn.Module
     module: nn.Module
+    optimizer: Any
     folders: tuple[str, ...] = ()
     saves_shards: bool = True
     steps_one_by_one: bool = False

@@ -24,14 +24,21 @@ def build_engine(model: nn.Module, config: Config, plan: ParameterPlan) -> Engin
     plan.set_requires_grad(model)
     kind = config.engine.kind
     if kind == "single":
-        from mmldlm.engines.torch_engines import SingleEngine as Kind
+        from mmldlm.engines.torch_engines import SingleEngine
+
+        engine: Engine = SingleEngine(model, config, plan)
     elif kind == "ddp":
-        from mmldlm.engines.torch_engines import DdpEngine as Kind
+        from mmldlm.engines.torch_engines import DdpEngine
+
+        engine = DdpEngine(model, config, plan)
     elif kind == "fsdp":
-        from mmldlm.engines.fsdp import FsdpEngine as Kind
+        from mmldlm.engines.fsdp import FsdpEngine
+
+        engine = FsdpEngine(model, config, plan)
     else:
-        from mmldlm.engines.deepspeed import DeepSpeedEngine as Kind
-    engine = Kind(model, config, plan)
+        from mmldlm.engines.deepspeed import DeepSpeedEngine
+
+        engine = DeepSpeedEngine(model, config, plan)
     if config.optimizer.kind == "muon":
         from mmldlm.engines.muon import attach_muon
 

@@ -159,7 +159,9 @@ class DeepSpeedEngine(Engine):
         return master_shards(self.optimizer, self._engine.param_names, self.stage, self.rank)
 
     def frozen_shards(self) -> list[ParameterShard]:
-        frozen = [(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
+        frozen: list[tuple[str, Any]] = [
+            (name, p) for name, p in self.model.named_parameters() if not p.requires_grad
+        ]
         if self.stage < 3:
             return [full_shard(name, parameter) for name, parameter in frozen]
         return [
@@ -357,7 +359,7 @@ class OverflowOverride:
         """Decide what the next step() of the optimizer does."""
         self.skip, self.norm = skip, torch.tensor(norm)
 
-    def _has_overflow(self, *args, **kwargs) -> None:
+    def _has_overflow(self, *args: Any, **kwargs: Any) -> None:
         self.optimizer.overflow = self.skip
 
     def _has_overflow_stage3(self, update_scale: bool = True) -> bool:
@@ -372,7 +374,7 @@ class OverflowOverride:
         grads, _ = self._grads_for_norm()
         return get_global_norm_of_tensors(input_tensors=grads, mpu=self.optimizer.mpu)
 
-    def _grads_for_norm_bf16(self, for_clipping: bool = False):
+    def _grads_for_norm_bf16(self, for_clipping: bool = False) -> Any:
         if for_clipping:
             return self._grads_for_norm(for_clipping=True)
         return [torch.tensor(float("inf")) if self.skip else self.norm], {}
@@ -430,7 +432,7 @@ def _stage3_shards(optimizer: Any, names: dict[Tensor, str], rank: int) -> list[
 
 
 def local_partition(
-    name: str, parameter: Tensor, owner: Tensor, offset: int, rank: int
+    name: str, parameter: Any, owner: Tensor, offset: int, rank: int
 ) -> ParameterShard:
     """This rank's partition of a ZeRO-3 parameter, at this offset in the owner."""
     size = parameter.ds_tensor.ds_numel
@@ -466,7 +468,8 @@ class _ConcatView:
 
     def slice(self, offset: int, count: int) -> Tensor:
         """Elements [offset, offset + count); a view if one piece holds them all."""
-        parts, end = [], offset + count
+        parts: list[Tensor] = []
+        end = offset + count
         assert end <= self.starts[-1], "DeepSpeed's gradients do not cover its masters"
         index = bisect_right(self.starts, offset) - 1
         while not parts or self.starts[index] < end:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mmldlm.engines.base import Engine
+from mmldlm.engines.base import Engine, StateReader
 
 
 class WeightAverage:
@@ -37,7 +37,7 @@ class WeightAverage:
             if shard.count
         ]
 
-    def load(self, reader) -> None:
+    def load(self, reader: StateReader) -> None:
         """Load the average from a checkpoint of any engine and world size."""
         for shard, value in zip(self._shards, self.values, strict=True):
             value.copy_(torch.from_numpy(reader.read(shard.name, "ema", shard.start, shard.count)))

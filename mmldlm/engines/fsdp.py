@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -39,6 +39,7 @@ class FsdpEngine(TorchEngine):
     """
 
     kind = "fsdp"
+    module: Any  # an nn.Module of which fully_shard has made an FSDPModule, too
 
     def __init__(self, model: nn.Module, config: Config, plan: ParameterPlan):
         self.rank, local_rank, self.world_size = rank_environment()
@@ -88,7 +89,7 @@ class FsdpEngine(TorchEngine):
         self.module.set_is_last_backward(sync)
 
     @staticmethod
-    def _shard(name: str, parameter: Tensor) -> ParameterShard:
+    def _shard(name: str, parameter: Any) -> ParameterShard:
         return dim0_shard(name, parameter)
 
     def process_group(self) -> Any:

@@ -16,6 +16,7 @@ from mmldlm.engines.base import Engine
 from mmldlm.engines.muon_exchange import MatrixExchange, ShardRange
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.shards import ParameterShard, local_shard
+from mmldlm.utils.validation import not_none
 
 # Label of its work in a profile.
 LABEL = "muon"
@@ -92,7 +93,7 @@ class MuonAdamW(torch.optim.AdamW):
             self._units[id(owners[0])] = owners, held, exchange
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update every group from its tensors' gradients, which Muon overwrites. Collective."""
         assert closure is None
         groups = self.param_groups
@@ -221,7 +222,8 @@ def orthogonal_update(matrix: Tensor, block_rows: int | None = None) -> Tensor:
     """Update of a matrix [m, n] from its momentum, fp32: its blocks of rows orthogonalized and
     scaled.
     """
-    blocks = matrix.view(block_shape(*matrix.shape, block_rows))
+    rows, columns = matrix.shape
+    blocks = matrix.view(block_shape(rows, columns, block_rows))
     return (orthogonalize(blocks) * update_scale(*blocks.shape[1:])).view(matrix.shape)
 
 
@@ -240,7 +242,7 @@ def muon_of(engine: Engine) -> MuonAdamW | None:
 def attach_muon(engine: Engine, plan: ParameterPlan) -> None:
     """Attach the optimizer of a new engine to the shards that it updates. Collective."""
     owners = [owner for owner, group in engine.optimizer_groups().items() if group["muon"]]
-    muon_of(engine).attach(
+    not_none(muon_of(engine)).attach(
         [[owner] for owner in owners] if engine.steps_one_by_one else [owners],
         engine.parameter_shards(),
         plan.matrices,

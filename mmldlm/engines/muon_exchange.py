@@ -54,7 +54,7 @@ class _Part(NamedTuple):
     rank: int
     shard: int
     first: int
-    count: int
+    count: int  # type: ignore[assignment]
 
 
 class ShardRange(NamedTuple):
@@ -66,7 +66,7 @@ class ShardRange(NamedTuple):
     name: str
     shape: tuple[int, ...]
     start: int
-    count: int
+    count: int  # type: ignore[assignment]
 
     @classmethod
     def of(cls, shard: ParameterShard) -> ShardRange:

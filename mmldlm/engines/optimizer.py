@@ -5,6 +5,7 @@ schedule.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,7 +44,9 @@ def parameter_groups(model: nn.Module, plan: ParameterPlan, config: OptimizerCon
             f"{join_some(unknown)}, which the model does not have",
             "correct the task's parameter_plan (docs/tasks.md)",
         )
-    matrices, with_decay, without_decay = [], [], []
+    matrices: list[nn.Parameter] = []
+    with_decay: list[nn.Parameter] = []
+    without_decay: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -87,7 +90,12 @@ def build_optimizer(
     MuonAdamW.
     """
     groups = parameter_groups(model, plan, config)
-    settings = {"lr": config.lr, "betas": config.betas, "eps": config.eps, "fused": True}
+    settings: dict[str, Any] = {
+        "lr": config.lr,
+        "betas": config.betas,
+        "eps": config.eps,
+        "fused": True,
+    }
     if config.kind == "muon":
         momentum = MUON_MOMENTUM if config.muon_momentum is None else config.muon_momentum
         return MuonAdamW(groups, momentum, config.muon_block_rows, **settings)
@@ -154,8 +162,9 @@ def clipped_step(
         scale_gradients(parameters, max_norm, norm, loss_scale)
     elif (factor := _clip_coefficient(max_norm, norm, loss_scale)) != 1.0:
         # The attribute that torch.amp.GradScaler sets; filled, not copied, to avoid a host sync.
-        optimizer.grad_scale = torch.full((), 1 / factor, device=parameters[0].device)
+        scale = torch.full((), 1 / factor, device=parameters[0].device)
+        optimizer.grad_scale = scale  # type: ignore[attr-defined]
     try:
         optimizer.step()
     finally:
-        optimizer.grad_scale = None
+        optimizer.grad_scale = None  # type: ignore[attr-defined]

@@ -7,7 +7,7 @@ from __future__ import annotations
 import sys
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ class ParameterShard:
         return local_shard(tensor).detach().view(-1)[self.offset : self.offset + self.count]
 
 
-def is_sharded(value: Any) -> bool:
+def is_sharded(value: Any) -> TypeGuard[DTensor]:
     """Whether this is a DTensor.
 
     Its module is not imported for that: engines without it start sooner.
@@ -102,7 +102,7 @@ class PinnedSnapshot:
         if is_sharded(value):
             # Not DTensor.from_local: it would move the part back to the mesh's device. This is the
             # protocol of tensor subclasses (torch.utils._python_dispatch).
-            names, context = value.detach().__tensor_flatten__()
+            names, context = value.detach().__tensor_flatten__()  # type: ignore[attr-defined]
             inner = {name: getattr(value, name) for name in names} | {
                 "_local_tensor": self._tensor(value.to_local())
             }

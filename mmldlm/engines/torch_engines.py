@@ -29,6 +29,8 @@ class TorchEngine(Engine):
     Subclasses wrap the model and choose when gradients are reduced.
     """
 
+    optimizer: torch.optim.AdamW
+
     def _setup(self, model: nn.Module, config: Config, plan: ParameterPlan) -> None:
         """Build the optimizer over the (wrapped) model's parameters."""
         self.model = model
@@ -133,6 +135,7 @@ class DdpEngine(TorchEngine):
     """
 
     kind = "ddp"
+    module: DistributedDataParallel
 
     def __init__(self, model: nn.Module, config: Config, plan: ParameterPlan):
         self.rank, local_rank, self.world_size = rank_environment()

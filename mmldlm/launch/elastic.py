@@ -90,9 +90,10 @@ class ElasticNodes:
 
     def overrides(self) -> list[str]:
         """Return the config overrides with which the nodes that train keep the global batch."""
-        context, config = self.context, self.context.config
-        if config is None or len(context.nodes) == len(self._all):
+        context = self.context
+        if self._global_batch is None or len(context.nodes) == len(self._all):
             return []
+        config = context.run_config
         of_a_pass = context.world_size * config.training.train_batch_size
         overrides = [f"training.grad_accum_steps={self._global_batch // of_a_pass}"]
         replicas = config.engine.hsdp_replicas
@@ -135,7 +136,7 @@ class ElasticNodes:
         """Return the first nodes, as many as can keep the global batch; None if none can."""
         if self._global_batch is None:
             return nodes or None
-        micro_batch = self.context.config.training.train_batch_size
+        micro_batch = self.context.run_config.training.train_batch_size
         ranks = itertools.accumulate(node.slots for node in nodes)
         fitting = [
             count
@@ -166,7 +167,7 @@ class ElasticNodes:
         present = self._present()
         if not present:
             return "no node is left"
-        micro_batch = self.context.config.training.train_batch_size
+        micro_batch = self.context.run_config.training.train_batch_size
         return (
             f"the global batch of {self._global_batch} is not a multiple of {_num_ranks(present)}"
             f" ranks x"

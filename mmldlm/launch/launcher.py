@@ -53,7 +53,8 @@ def launch(args: argparse.Namespace) -> int:
         nodes.print_plan()
     initial_checkpoint = latest_checkpoint(run_dir)
     log_dir = create_log_dir(_log_folder(args, run_dir))
-    resume, failures = [], 0
+    resume: list[str] = []
+    failures = 0
     while True:
         overrides = [] if nodes is None else nodes.overrides()
         outcome = _attempt(args, context, [*command, *resume, *overrides], log_dir, run_dir, nodes)

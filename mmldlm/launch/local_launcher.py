@@ -62,7 +62,7 @@ def run_local(command: list[str], nproc: int, grace: float = EXIT_GRACE) -> int:
     ranks: list[subprocess.Popen] = []
     received: list[int] = []
 
-    def forward(signum, frame) -> None:
+    def forward(signum: int, frame: object) -> None:
         received.append(signum)
         for process in ranks:
             if process.poll() is None:
@@ -95,7 +95,8 @@ def _wait(ranks: list[subprocess.Popen], grace: float, command: list[str]) -> in
     """Wait for all ranks and return the common exit code; terminate ranks that hang after another
     one has ended.
     """
-    kill_time, terminate_time, agreed, terminated = None, None, EXIT_DONE, set()
+    kill_time, terminate_time, agreed = None, None, EXIT_DONE
+    terminated: set[int] = set()
     while True:
         codes = [process.poll() for process in ranks]
         if terminate_time is None and any(code in COLLECTIVE_EXIT_CODES for code in codes):

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
+from io import BufferedReader
 from pathlib import Path
 
 if __package__ in (None, ""):
@@ -107,7 +108,9 @@ def main() -> int:
     _write_state(launch_id, state)
     last: deque[str] = deque(maxlen=LAST_LINES)
     to_screen = rank == 0 and sys.stdout is not None
-    reader = threading.Thread(target=_stream_log, args=(child, log, to_screen, last), daemon=True)
+    reader = threading.Thread(
+        target=_stream_log, args=(child.stdout, log, to_screen, last), daemon=True
+    )
     reader.start()
     code = child.wait()
     # A process that the script has started may outlive it, with its output.
@@ -137,7 +140,12 @@ def _start_child(launch: dict, launch_id: str) -> tuple[subprocess.Popen, int]:
         pass_fds=[write_end],
     )
     os.close(write_end)
-    handle_stop_signals(lambda signum, frame: child.poll() is None and child.send_signal(signum))
+
+    def forward(signum: int, frame: object) -> None:
+        if child.poll() is None:
+            child.send_signal(signum)
+
+    handle_stop_signals(forward)
     return child, read_end
 
 
@@ -166,7 +174,7 @@ def _write_state(launch_id: str, state: dict) -> None:
         )
 
 
-def _stream_log(child: subprocess.Popen, log: Path, to_screen: bool, last: deque[str]) -> None:
+def _stream_log(output: BufferedReader, log: Path, to_screen: bool, last: deque[str]) -> None:
     """Copy the child's output to its log, to `last`, and rank 0's to the screen."""
     with contextlib.ExitStack() as stack:
         file = None
@@ -175,7 +183,7 @@ def _stream_log(child: subprocess.Popen, log: Path, to_screen: bool, last: deque
             file = stack.enter_context(open(log, "ab", buffering=0))
         # As it comes, not by lines: a progress bar ends its lines by carriage returns.
         rest = b""
-        while chunk := child.stdout.read1(1 << 16):
+        while chunk := output.read1(1 << 16):
             if file is not None:
                 with contextlib.suppress(OSError):
                     file.write(chunk)

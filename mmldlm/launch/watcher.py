@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -150,7 +150,7 @@ class Watcher:
             for signum, handler in handlers.items():
                 signal.signal(signum, handler)
 
-    def _count_interrupt(self, signum, frame) -> None:
+    def _count_interrupt(self, signum: int, frame: object) -> None:
         # A session that closes sends SIGHUP and SIGTERM, Slurm SIGTERM some time after SIGUSR1: a
         # save must not end by that.
         now = time.monotonic()
@@ -219,7 +219,9 @@ class Watcher:
             errors="replace",
             start_new_session=True,
         )
-        threading.Thread(target=self._copy_output, daemon=True).start()
+        threading.Thread(
+            target=self._copy_output, args=(self.process.stdout,), daemon=True
+        ).start()
 
     def _start_torchrun(self, script: list[str]) -> None:
         nodes, names = self.context.nodes, self.context.names
@@ -255,7 +257,7 @@ class Watcher:
             if finished:
                 return
 
-    def _copy_output(self) -> None:
+    def _copy_output(self, lines: Iterable[str]) -> None:
         with contextlib.ExitStack() as stack:
             log = None
             # A full disk must not end this thread: nobody else reads the pipe, in which the
@@ -263,7 +265,7 @@ class Watcher:
             with contextlib.suppress(OSError):
                 path = self.log_dir / "launcher.log"
                 log = stack.enter_context(open(path, "ab", buffering=0))
-            for line in self.process.stdout:
+            for line in lines:
                 if log is not None:
                     with contextlib.suppress(OSError):
                         log.write(line.encode())
@@ -380,7 +382,7 @@ class Watcher:
         num_done = sum(state["exit"] == EXIT_DONE for state in states)
         if num_done == self.context.world_size and (self.process is None or launcher_ended):
             return Outcome(EXIT_DONE)
-        if launcher_ended and num_done < self.context.world_size:
+        if self.process is not None and launcher_ended and num_done < self.context.world_size:
             code = self.process.returncode
             if (
                 code == 0
@@ -449,15 +451,14 @@ class Watcher:
 
     def _stop_all(self, grace: float) -> None:
         """Stop the run on every reachable node, and the launcher on this machine."""
-        if self.process is not None and self.context.launcher == "deepspeed":
+        if self.context.launcher == "deepspeed":
             # First the launcher: it must not react to processes that end on a node.
             self._kill_launcher()
         self.pool.call("stop", {"launch": self.launch_id, "grace": grace}, timeout=grace + 8)
-        if self.process is not None:
-            self._kill_launcher()
+        self._kill_launcher()
 
     def _kill_launcher(self) -> None:
-        if self.process.poll() is None:
+        if self.process is not None and self.process.poll() is None:
             with contextlib.suppress(OSError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -189,7 +189,7 @@ def main() -> int:
 
 
 def run_with_timeout(
-    jobs: dict[str, tuple[Callable[[], Any], float]],
+    jobs: Mapping[str, tuple[Callable[[], Any], float]],
 ) -> dict[str, dict[str, Any]]:
     """Run jobs at the same time, each in a forked child.
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from statistics import mode
 from typing import Any
+
+from mmldlm.preflight.context import Context
 
 PASS, WARN, FAIL, SKIP, ERROR = "PASS", "WARN", "FAIL", "SKIP", "ERROR"
 SCOPES = ("head", "node", "pair", "cluster")
@@ -62,6 +64,10 @@ def skip(why: str, node: str = "") -> Result:
     return Result(SKIP, why=why, node=node)
 
 
+Results = Iterator[Result]  # of a check that yields one per node, pair or problem
+Function = Callable[[Context], Iterable[Result] | Result]
+
+
 @dataclass(frozen=True)
 class Check:
     """A registered check.
@@ -79,17 +85,17 @@ class Check:
     level: int
     scope: str
     title: str
-    function: Callable[..., Iterable[Result] | Result]
+    function: Function
 
 
 _REGISTRY: dict[str, Check] = {}
 
 
-def check(id: str, level: int, scope: str, title: str):
+def check(id: str, level: int, scope: str, title: str) -> Callable[[Function], Function]:
     """Register a check (decorator). An id never changes its meaning and is never reused."""
     assert scope in SCOPES and 0 <= level <= 4
 
-    def register(function):
+    def register(function: Function) -> Function:
         assert id not in _REGISTRY or _REGISTRY[id].function.__module__ == function.__module__, (
             f"{id} is taken"
         )
@@ -105,7 +111,7 @@ def registered_checks() -> list[Check]:
     return list(_REGISTRY.values())
 
 
-def run_check(check: Check, context) -> list[Result]:
+def run_check(check: Check, context: Context) -> list[Result]:
     """Run one check; an exception in it is an ERROR of the tool, not a statement about a node."""
     started = time.perf_counter()
     try:

@@ -15,6 +15,7 @@ from mmldlm.cluster.launcher_commands import deepspeed_command, mpi_command, sru
 from mmldlm.config.schema import Config
 from mmldlm.errors import UserError
 from mmldlm.utils.gpus import VISIBLE
+from mmldlm.utils.validation import not_none
 
 Facts = dict[str, dict[str, Any]]
 
@@ -89,6 +90,11 @@ class Context:
         return "no config" if self.script is None else "a script of your own"
 
     @property
+    def run_config(self) -> Config:
+        """`config`, where it is known that there is one."""
+        return not_none(self.config)
+
+    @property
     def world_size(self) -> int:
         return sum(node.slots for node in self.nodes)
 
@@ -137,7 +143,7 @@ class Context:
     @property
     def global_batch(self) -> int:
         """Samples of one step of all ranks."""
-        training = self.config.training
+        training = self.run_config.training
         return training.train_batch_size * training.grad_accum_steps * self.world_size
 
     def master_address(self) -> str:
@@ -220,10 +226,11 @@ class Context:
         if self.local:
             return run_variables()
         login = self.value(name, "environment")
-        if self.options.propagates_all:
-            propagated = run_variables()
-        else:
-            propagated = propagated_variables(self.launcher, bool(self.has_gpus()))
+        propagated = (
+            run_variables()
+            if self.options.propagates_all
+            else propagated_variables(self.launcher, bool(self.has_gpus()))
+        )
         return None if login is None or propagated is None else {**login, **propagated}
 
     def gloo_interfaces(self, name: str) -> list[str]:

@@ -14,7 +14,9 @@ from typing import Any
 
 from mmldlm.config.schema import Config
 from mmldlm.config.section import FilledFromData, Section
+from mmldlm.preflight.check import Result
 from mmldlm.preflight.checks.versions import code, versions
+from mmldlm.preflight.context import Context
 from mmldlm.preflight.report import failing_nodes
 from mmldlm.utils.atomic_files import write_bytes
 from mmldlm.utils.input_files import read_bytes, read_text
@@ -53,7 +55,7 @@ def installed_versions() -> dict:
     return {**versions({})["packages"], "sources": code({})["sources"]}
 
 
-def create(context, results, exit_code: int, seconds: float) -> dict:
+def create(context: Context, results: list[Result], exit_code: int, seconds: float) -> dict:
     """Return the receipt as JSON values."""
     hostfile = context.options.hostfile
     return {
@@ -124,7 +126,7 @@ def staleness_reasons(receipt: dict, config: Config, world_size: int) -> list[st
     return reasons
 
 
-def log_receipt(config: Config, world_size: int, folder) -> None:
+def log_receipt(config: Config, world_size: int, folder: Any) -> None:
     """Log the receipt to events.jsonl, with a warning if it belongs to another run; for training,
     on rank 0.
 

@@ -329,5 +329,5 @@ def explain(id: str) -> int:
     if explained is None:
         raise UserError("the id of a check", id, "mmldlm preflight --explain all lists them")
     print(f"{explained.id} {explained.title} (level {explained.level}, {explained.scope})\n")
-    print(inspect.cleandoc(explained.function.__doc__))
+    print(inspect.getdoc(explained.function))
     return EXIT_DONE

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -22,7 +22,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 def handle_stop_signals(
     handler: Callable[[int, FrameType | None], object],
-) -> dict[signal.Signals, object]:
+) -> dict[signal.Signals, Any]:
     """Install a handler for every stop signal that is not ignored; return the earlier handlers."""
     handled = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) is not signal.SIG_IGN]
     return {signum: signal.signal(signum, handler) for signum in handled}

@@ -246,7 +246,7 @@ def test_a_full_disk_does_not_stop_the_reading_of_the_launchers_output(watched, 
     (one.log_dir / "launcher.log").symlink_to("/dev/full")
     words = [sys.executable, "-c", "print('x' * (1 << 20)); print('the end')"]
     one.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
-    one._copy_output()
+    one._copy_output(one.process.stdout)
     assert one.process.wait(30) == 0 and capsys.readouterr().out.endswith("the end\n")
 
 

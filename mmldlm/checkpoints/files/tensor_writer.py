@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class TensorFileWriter:
     def __init__(self, path: Path, size: int, tensor_bytes: int):
         self.path, self.size, self.tensor_bytes = path, size, tensor_bytes
         self._missing = tensor_bytes
-        self._file: OutputFile | None = None
+        self._file: Any = None  # OutputFile from the first write to the last
         self._is_done = False
         self._lock = threading.Lock()
 
@@ -106,7 +107,7 @@ class TensorFileWriter:
     def _write(
         self, tensor: TensorSpec, offset: int, values: np.ndarray, crc: int | None = None
     ) -> int:
-        view = memoryview(np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+        view = np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
         self._put(tensor, offset, view, crc)
         with self._lock:
             self._missing -= len(view)

@@ -407,7 +407,7 @@ class TorchFile:
         DTYPES[ref.dtype].raw.
         """
         out = np.empty(count, DTYPES[ref.dtype].raw)
-        self.read_elements_into(ref, start, memoryview(out.view(np.uint8)))
+        self.read_elements_into(ref, start, out.view(np.uint8).data)
         return out
 
     def read_number(self, ref: TensorRef) -> float | int | None:

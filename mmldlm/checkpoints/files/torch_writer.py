@@ -165,8 +165,8 @@ class PickleWriter:
         for item in (str(key), "cpu", count):
             self.add(item)
         self.out += b"tQ"
-        for item in (0, tensor.shape, row_major(tensor.shape), False):
-            self.add(item)
+        for value in (0, tensor.shape, row_major(tensor.shape), False):
+            self.add(value)
         self._global(GlobalRef("collections", "OrderedDict"))
         self.out += b")R"
         if not is_typed:

@@ -111,7 +111,9 @@ class OpaqueObject:
     __slots__ = ("kind", "args", "state", "content")
 
     def __init__(self, kind: str, args: tuple = ()):
-        self.kind, self.args, self.state, self.content = kind, args, None, []
+        self.kind, self.args = kind, args
+        self.state: Any = None
+        self.content: list[Any] = []
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -298,12 +300,13 @@ _ENUMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _enum_member(kind, name):
+def _enum_member(kind: Any, name: Any) -> Any:
     """Emulate getattr(enum, name), as which Python 3.11.2 (Debian 12) pickles a member, and
     nothing else.
     """
-    if isinstance(kind, type) and issubclass(kind, OpaqueObject) and isinstance(name, str):
-        return kind(_ENUMS.get(kind().kind, {}).get(name, name))
+    enum = opaque_kind(kind)
+    if enum is not None and isinstance(name, str):
+        return kind(_ENUMS.get(enum, {}).get(name, name))
     raise RefusedPickle(
         "it asks for builtins.getattr, which a checkpoint of tensors does not need"
     )

@@ -62,6 +62,18 @@ class WriteRequest:
     shard_bytes: int | None = None
     verify: bool = False
 
+    @property
+    def required_optimizer(self) -> OptimizerMetadata:
+        """`optimizer`, of a target that has one."""
+        assert self.optimizer is not None
+        return self.optimizer
+
+    @property
+    def required_export(self) -> ExportPlan:
+        """`export`, of a target with weights alone."""
+        assert self.export is not None
+        return self.export
+
 
 class CheckpointFormat(Protocol):
     """A file format of checkpoints; registry.FORMATS lists them.

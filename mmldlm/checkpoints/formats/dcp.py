@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class DcpFormat:
             (path / name for name in _SUBFOLDERS if (path / name / DCP_METADATA).is_file()), None
         )
 
-    def open(self, path: Path, options: ReadOptions):
+    def open(self, path: Path, options: ReadOptions) -> WeightSource:
         return DcpCheckpoint.open(path, options)
 
     def can_resume(self, path: Path) -> bool:
@@ -109,7 +109,7 @@ class DcpFormat:
         metadata.notes += notes
         return add_deepspeed_state(metadata, source.path)
 
-    def plan_write(self, request: WriteRequest):
+    def plan_write(self, request: WriteRequest) -> tuple[WritePlan, Callable[[Path], object]]:
         source, optimizer = request.source, request.optimizer
         plan, metadata = plan_dcp(source, optimizer, request.world_size, request.folder)
         return plan, lambda folder: write_descriptions(source, optimizer, metadata, folder)

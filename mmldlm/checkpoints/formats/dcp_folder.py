@@ -309,7 +309,7 @@ def _description(
 ) -> tuple[str, tuple[int, ...], list[tuple[tuple, tuple]]]:
     """Return dtype, shape and [(offsets, sizes)] of the chunks of a tensor."""
     fields = _fields(path, entry, "TensorStorageMetadata")
-    properties = fields.get("properties")
+    properties: Any = fields.get("properties")
     # TensorProperties pickles itself as the tuple (dtype, layout, requires_grad, memory format,
     # pinned).
     state = properties.state if _kind_of(properties) == "TensorProperties" else None
@@ -375,8 +375,9 @@ def _locations(
     inside: set[str] = set()
     for index, info in storage.items():
         key, location = _fields(path, index, "MetadataIndex"), _fields(path, info, "_StorageInfo")
-        name, offsets = key.get("fqn"), key.get("offset")
-        relative = location.get("relative_path")
+        name: Any = key.get("fqn")
+        relative: Any = location.get("relative_path")
+        offsets = key.get("offset")
         offset, length = location.get("offset"), location.get("length")
         if location.get("transform_descriptors"):
             if offsets is None:

@@ -4,12 +4,13 @@ model and optimizer files.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import TensorRef
-from mmldlm.checkpoints.formats.base import WriteRequest
+from mmldlm.checkpoints.formats.base import WritePlan, WriteRequest
 from mmldlm.checkpoints.formats.deepspeed_files import (
     STEPS_AHEAD,
     find_states,
@@ -53,7 +54,7 @@ class DeepSpeedFormat:
     def detect(self, path: Path) -> Path | None:
         return find_states(path)
 
-    def open(self, path: Path, options: ReadOptions):
+    def open(self, path: Path, options: ReadOptions) -> WeightSource:
         return ZeroCheckpoint.open(path, options)
 
     def can_resume(self, path: Path) -> bool:
@@ -107,7 +108,7 @@ class DeepSpeedFormat:
             is_of_deepspeed=True,
         )
 
-    def plan_write(self, request: WriteRequest):
+    def plan_write(self, request: WriteRequest) -> tuple[WritePlan, Callable[[Path], object]]:
         if request.target == UNIVERSAL_TAG:
             return plan_universal(request), lambda folder: write_other_files(request, folder)
         return plan_zero(request), lambda folder: None
@@ -173,8 +174,8 @@ def _optimizer_of(
         inner = inner_optimizer(file)
         return file, inner, torch_optimizer(inner)
     if source.stage == 0:
-        inner = state.get("optimizer")
-        inner = inner if isinstance(inner, dict) else {}
+        saved = state.get("optimizer")
+        inner = saved if isinstance(saved, dict) else {}
         return model, inner, inner.get("optimizer_state_dict", inner)
     file = TorchFile(source.path / ZERO_TAG / "optimizer_state.pt")
     source.files.append(file)
@@ -230,7 +231,8 @@ def _compute_dtype(source: WeightSource, state: dict) -> str:
     """Return the dtype of the model file's weights; ZeRO-3 leaves empty tensors there, which have
     it too.
     """
-    module = state.get("module") if isinstance(state.get("module"), dict) else {}
+    module = state.get("module")
+    module = module if isinstance(module, dict) else {}
     for name, info in source.tensors.items():
         if info.kind == "trainable" and isinstance(module.get(name), TensorRef):
             return module[name].dtype

@@ -356,6 +356,8 @@ class GatheredParts(RegularParts):
     rank (ZeRO-3); the last ranks may have none.
     """
 
+    starts: range
+
     def __init__(self, files: list[TorchFile], flats: list[TensorRef], offset: int, count: int):
         self._files, self._flats, self._offset, self._count = files, flats, offset, count
         self.starts = range(0, count, max(1, -(-count // len(files))))
@@ -525,8 +527,9 @@ def torch_optimizer(inner: dict) -> Any:
 def group_tables(optimizer: Any) -> list[dict]:
     """Return the param_groups of a torch optimizer's state_dict; [] if they are not tables."""
     tables = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    is_list = isinstance(tables, list) and all(isinstance(table, dict) for table in tables)
-    return tables if is_list else []
+    if isinstance(tables, list) and all(isinstance(table, dict) for table in tables):
+        return tables
+    return []
 
 
 def optimizer_steps(file: TorchFile, optimizer: Any) -> list[Any]:
@@ -580,10 +583,9 @@ def add_deepspeed_state(metadata: OptimizerMetadata, folder: Path) -> OptimizerM
         return metadata
     with TorchFile(path) as file:
         saved = file.load_dict()
-        model_states, optimizer, config = (
-            saved.get(key) for key in ("model_states", "optimizer", "ds_config")
-        )
-        if not all(isinstance(part, dict) for part in (model_states, optimizer, config)):
+        parts: list[Any] = [saved.get(key) for key in ("model_states", "optimizer", "ds_config")]
+        model_states, optimizer, config = parts
+        if not all(isinstance(part, dict) for part in parts):
             raise corrupt_file_error(path, "no model_states, optimizer and ds_config in it")
         metadata.model_states = {**metadata.model_states, **_copied(file, model_states)}
         metadata.optimizer |= read_scaling(optimizer)

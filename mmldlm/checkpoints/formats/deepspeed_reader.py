@@ -88,6 +88,7 @@ class ZeroCheckpoint(WeightSource):
     """An opened DeepSpeed checkpoint; see WeightSource."""
 
     engine = "deepspeed"
+    world_size: int
 
     def _read(self) -> None:
         """Read a folder of *_states.pt files, or one that contains it (`latest`, zero/,
@@ -273,7 +274,8 @@ class ZeroCheckpoint(WeightSource):
             if self.tensors[name].kind == "parameter"
         }
         shapes = {name: self.tensors[name].shape for name in mirrors}
-        names, optimizer = state.get("optimizer_param_names"), state.get("optimizer")
+        names = state.get("optimizer_param_names")
+        optimizer: Any = state.get("optimizer")
         masters = None
         if isinstance(optimizer, dict):
             masters = match_masters(file, optimizer, names, mirrors, shapes)

@@ -139,7 +139,7 @@ class ZeroWriter:
     """
 
     def __init__(self, request: WriteRequest, stage: int, tag: str, plan: WritePlan | None = None):
-        self.source, self.metadata = request.source, request.optimizer
+        self.source, self.metadata = request.source, request.required_optimizer
         self.stage, self.world_size = stage, request.world_size
         self.folder, self.plan = request.folder / tag, plan or WritePlan()
         self._sizes = {name: info.numel for name, info in self.source.tensors.items()}
@@ -379,7 +379,7 @@ def plan_universal(request: WriteRequest) -> WritePlan:
 
 def write_other_files(request: WriteRequest, folder: Path) -> None:
     """Write everything outside the plan; the model files are copied and verified."""
-    source, metadata = request.source, request.optimizer
+    source, metadata = request.source, request.required_optimizer
     out, stage = folder / UNIVERSAL_TAG, stage_of(source)
     if stage < 3:
         names = [name for group in metadata.groups for name in group.names]
@@ -424,6 +424,6 @@ def _owners(request: WriteRequest) -> list[int]:
     """
     if not (files := model_files(request.source)):
         return [owner for owner, _ in _zero_writer(request).flat_groups]
-    groups = enumerate(request.optimizer.groups)
+    groups = enumerate(request.required_optimizer.groups)
     owner = {name: index for index, group in groups for name in group.names}
     return [owner[next(iter(names))] for names in param_shapes(files[0], files[0].load_dict())]

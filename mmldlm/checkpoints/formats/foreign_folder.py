@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from mmldlm.checkpoints.files.file_kinds import (
@@ -126,7 +127,7 @@ def nothing_error(path: Path) -> UserError:
     if not path.is_dir():
         kind = (kind_of_file(path.stat().st_mode) or "a file") if path.exists() else "nothing"
         return UserError(expected, kind, fix)
-    if kinds := [kind for child in _entries(path) if (kind := _foreign_kind(child))]:
+    if kinds := [found for child in _entries(path) if (found := _foreign_kind(child))]:
         fix = kinds[0].fix
     folders = [child for child in _entries(path) if child.is_dir()]
     if inside := _sources(path) or [below for folder in folders for below in _sources(folder)]:
@@ -187,7 +188,7 @@ def list_modules(folder: Path) -> list[str]:
     return [part for _, part in read_modules(folder) or () if part not in ("", ".")]
 
 
-def _weights_below(folder: Path):
+def _weights_below(folder: Path) -> Iterator[Path]:
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return (
         path

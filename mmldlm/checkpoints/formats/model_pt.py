@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,7 +74,7 @@ class ModelPtFormat:
             return None if is_other else path
         return path if (path / MODEL_FILE).is_file() else None
 
-    def open(self, path: Path, options: ReadOptions):
+    def open(self, path: Path, options: ReadOptions) -> WeightSource:
         # A file that is opened by itself holds weights alone.
         if path.is_file():
             return ModelFile.open(path, options)
@@ -97,20 +98,21 @@ class ModelPtFormat:
             Group(names, settings)
             for names, settings in zip(names_of, group_settings(file, tables))
         ]
-        first = next(iter((state.get("state") or {}).values()), {})
+        first: dict = next(iter((state.get("state") or {}).values()), {})
         step = read_scalar(file, first.get("step"))
         steps = applied_steps(opened) if step is None else float(step)
         metadata = torch_metadata(opened, groups, steps, configured_dtype(opened))
         return add_deepspeed_state(metadata, file.path.parent)
 
-    def plan_write(self, request: WriteRequest):
+    def plan_write(self, request: WriteRequest) -> tuple[WritePlan, Callable[[Path], object]]:
         source, folder = request.source, request.folder
         if request.target == "ddp":
-            optimizer = request.optimizer
+            optimizer = request.required_optimizer
             plan = plan_model_and_optimizer(source, optimizer, folder)
             return plan, lambda folder: write_deepspeed_state(optimizer, folder)
-        tensors = {name: planned.spec for name, planned in request.export.tensors.items()}
-        plan = plan_model_file(tensors, request.export.source_names(), folder / MODEL_FILE)
+        export = request.required_export
+        tensors = {name: planned.spec for name, planned in export.tensors.items()}
+        plan = plan_model_file(tensors, export.source_names(), folder / MODEL_FILE)
         return plan, lambda folder: None
 
 

@@ -84,10 +84,11 @@ def add_named_optimizer(source: WeightSource, optimizers: dict[Keys, dict], path
         )
 
 
-def named_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
-    """Return the metadata of an optimizer that add_named_optimizer found."""
+def named_optimizer_metadata(
+    opened: OpenedCheckpoint, optimizer: NamedOptimizer
+) -> OptimizerMetadata:
+    """Return the metadata of the optimizer that add_named_optimizer found."""
     source = opened.weights
-    optimizer = source.named_optimizer
     groups = [Group(names, settings) for names, settings in optimizer.groups]
     stored = {source.parts[name][0].ref.dtype for name in optimizer.names if source.parts[name]}
     dtype = stored.pop() if len(stored) == 1 else "float32"
@@ -149,7 +150,8 @@ def _nested(node: dict) -> tuple[list[tuple[list[str], dict[str, Any]]], dict[st
         isinstance(table, dict) for table in tables
     ):
         raise Unreadable("its parameter groups were not saved")
-    groups, name_of = [], {}
+    groups: list[tuple[list[str], dict[str, Any]]] = []
+    name_of: dict[str, Any] = {}
     for table in tables:
         settings = {key: plain_value(value) for key, value in table.items()}
         members = settings.pop("params", [])
@@ -163,7 +165,7 @@ def _nested(node: dict) -> tuple[list[tuple[list[str], dict[str, Any]]], dict[st
         name_of.update(zip(map(str, members), names))
         groups.append((list(names), settings))
     return groups, {
-        name_of.get(str(key), key): dict(entry)
+        name_of[str(key)] if str(key) in name_of else key: dict(entry)
         for key, entry in saved.items()
         if isinstance(entry, dict)
     }

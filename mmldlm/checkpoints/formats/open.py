@@ -39,7 +39,8 @@ from mmldlm.errors import MmldlmError, UserError
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.run_files import CHECKPOINTS, LATEST
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 # Buffers of a MultimodalMMDiT saved before model_config.json listed them; everything else in it is
 # trained.
 _BUFFERS = ("latent_mean", "latent_std")
@@ -130,7 +131,7 @@ def _open_foreign(path: Path, options: ReadOptions) -> tuple[WeightSource, list[
         # A folder that no format knows by the names in it may still hold one file of weights.
         if only is not None and detected is None:
             chosen = only
-        elif only is not None and only.is_file() and detected.format.name in ("deepspeed", "dcp"):
+        elif only and detected and only.is_file() and detected.format.name in ("deepspeed", "dcp"):
             notes.append(f"{only.name}, next to the checkpoint, was not read")
     if chosen.is_file():
         part_files.check_name(chosen)

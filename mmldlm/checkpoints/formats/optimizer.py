@@ -248,11 +248,11 @@ def _plain_scaler(value: Any) -> dict[str, Any]:
     object or what this returned; STATIC_SCALER for anything else.
     """
     if isinstance(value, OpaqueObject) and isinstance(value.state, dict):
-        state = {
+        plain = {
             key: f"torch.{dtype_name(item)}" if dtype_name(item) else item
             for key, item in value.state.items()
         }
-        value = {"class": value.kind.removeprefix(_SCALER_MODULE + "."), "state": state}
+        value = {"class": value.kind.removeprefix(_SCALER_MODULE + "."), "state": plain}
     state = value.get("state") if isinstance(value, dict) else None
     is_known = (
         isinstance(state, dict)
@@ -364,6 +364,7 @@ def states_by_index(file: TorchFile, optimizer: Any, count: int) -> list[TensorS
         UserError: another structure, an index twice or missing, a state of none or of a moment
             that its group lacks.
     """
+    keys: list[tuple[str, ...]]
     if isinstance(optimizer, list):
         states = dict(enumerate(optimizer))
         order, keys = list(range(len(optimizer))), [MOMENTS] * len(optimizer)
@@ -405,7 +406,9 @@ def _states_and_keys(file: TorchFile, optimizer: Any) -> tuple[dict, list, list[
     """
     states = optimizer.get("state") if isinstance(optimizer, dict) else None
     groups = optimizer.get("param_groups") if isinstance(optimizer, dict) else None
-    lists = [group.get("params") if isinstance(group, dict) else None for group in groups or []]
+    lists: list[Any] = [
+        group.get("params") if isinstance(group, dict) else None for group in groups or []
+    ]
     if not isinstance(states, dict) or not all(isinstance(params, list) for params in lists):
         raise corrupt_file_error(
             file.path,

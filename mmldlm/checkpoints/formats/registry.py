@@ -92,7 +92,7 @@ def read_optimizer_metadata(opened: OpenedCheckpoint) -> OptimizerMetadata:
             "write weights alone with --to safetensors, model.pt or dcp",
         )
     if source.named_optimizer is not None:
-        metadata = named_optimizer_metadata(opened)
+        metadata = named_optimizer_metadata(opened, source.named_optimizer)
     else:
         detected = detect(source.path)
         assert detected is not None, f"{source.path} has lost its files"

@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from mmldlm.checkpoints.files.dtypes import DTYPES, nbytes, numel, row_major
 from mmldlm.checkpoints.files.file_io import RangedCrc32, closed_on_error
@@ -55,16 +55,16 @@ class SafetensorsFormat:
     def detect(self, path: Path) -> Path | None:
         return path if find_safetensors(path) is not None else None
 
-    def open(self, path: Path, options: ReadOptions):
+    def open(self, path: Path, options: ReadOptions) -> WeightSource:
         return SafetensorsModel.open(path, options)
 
     def can_resume(self, path: Path) -> bool:
         return False
 
-    def read_optimizer_metadata(self, opened: OpenedCheckpoint):
+    def read_optimizer_metadata(self, opened: OpenedCheckpoint) -> NoReturn:
         raise AssertionError("safetensors hold weights alone")
 
-    def plan_write(self, request: WriteRequest):
+    def plan_write(self, request: WriteRequest) -> tuple[WritePlan, Callable[[Path], object]]:
         return plan_safetensors(request)
 
 
@@ -179,7 +179,7 @@ class SafetensorsFile:
         """Fill `view` with the bytes of the elements from `start`."""
         read_exactly(self.path, self._fd, view, self.position_of(ref, start))
 
-    def read_strided(self, ref: TensorRef, what: str):
+    def read_strided(self, ref: TensorRef, what: str) -> NoReturn:
         raise AssertionError("tensors are contiguous")
 
     def verify_read_records(self) -> None:
@@ -273,7 +273,7 @@ def plan_safetensors(request: WriteRequest) -> tuple[WritePlan, Callable[[Path],
     shards.
     """
     plan, weight_map = WritePlan(), {}
-    shards = split_into_shards(request.export.tensors, request.shard_bytes)
+    shards = split_into_shards(request.required_export.tensors, request.shard_bytes)
     for number, shard in enumerate(shards, 1):
         file_name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {planned.name: planned.spec for planned in shard.values()}

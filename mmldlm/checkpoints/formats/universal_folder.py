@@ -122,7 +122,7 @@ def _moment_keys(source: WeightSource, folder: Path, count: int) -> list[tuple[s
     """Return which moments each of the `count` flat groups has; a group lists its flat groups as
     its parameters.
     """
-    keys = [MOMENTS] * count
+    keys: list[tuple[str, ...]] = [MOMENTS] * count
     if not (folder / OPTIMIZER_STATE).exists():
         return keys
     file = TorchFile(folder / OPTIMIZER_STATE, source.options.random_access)

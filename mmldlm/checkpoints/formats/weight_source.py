@@ -95,7 +95,7 @@ class FileRange(NamedTuple):
     file: TensorFile
     ref: TensorRef
     start: int
-    count: int
+    count: int  # type: ignore[assignment]
 
 
 def tied_names(saved: Any, listed_in: Path) -> dict[str, str]:
@@ -172,7 +172,7 @@ def read_parts_into(parts: Parts, start: int, out: np.ndarray | memoryview) -> i
     Returns:
         The CRC-32 of the bytes, or None if they came from more than one part.
     """
-    view = out if isinstance(out, memoryview) else memoryview(out.view(np.uint8))
+    view = out if isinstance(out, memoryview) else out.view(np.uint8).data
     size = DTYPES[parts[0].ref.dtype].itemsize if parts else 1
     end, done, crc = start + len(view) // size, 0, None
     for position, part in _parts_from(parts, start):
@@ -275,7 +275,7 @@ class WeightSource:
         self.step: int | None = None
         self.tensors: dict[str, TensorInfo] = {}
         self.notes: list[str] = []
-        self.files: list[OpenFile] = []
+        self.files: list[Any] = []  # each an OpenFile, of a class that the format knows
         self.parts: dict[str, Parts] = {}
         self.moments: dict[str, dict[str, Parts]] = {}
         self.ema: dict[str, Parts] = {}

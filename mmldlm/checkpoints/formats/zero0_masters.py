@@ -141,11 +141,11 @@ def _by_value(
     names = list(copies)
     rounded: dict[tuple, list[int]] = {}
     for position, name in enumerate(names):
-        parts = copies[name]
-        if not parts:
+        stored = copies[name]
+        if not stored:
             rounded.setdefault((shapes[name], _EMPTY), []).append(position)
-        elif parts[0].ref.is_contiguous:
-            fingerprint, _ = _fingerprint(parts[0], parts[0].ref.dtype)
+        elif stored[0].ref.is_contiguous:
+            fingerprint, _ = _fingerprint(stored[0], stored[0].ref.dtype)
             rounded.setdefault((shapes[name], fingerprint), []).append(position)
     low_dtypes = sorted({parts[0].ref.dtype for parts in copies.values() if parts})
     found: list[list[int | None]] = []
@@ -238,6 +238,6 @@ def _fingerprint(part: FileRange, low: str) -> tuple[tuple[str, int, int], bool]
     for start in range(0, part.count, step):
         chunk = read_parts([part], start, min(step, part.count - start))
         rounded = cast(chunk, source, low)
-        crc, adler = zlib.crc32(rounded, crc), zlib.adler32(rounded, adler)
+        crc, adler = zlib.crc32(rounded.data, crc), zlib.adler32(rounded.data, adler)
         is_exact = is_exact and bool((cast(rounded, low, source) == chunk).all())
     return (low, crc, adler), is_exact

@@ -11,12 +11,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from statistics import median
+from typing import Any
 
 from mmldlm.cluster.agent import AgentPool
-from mmldlm.preflight.check import check, fail, ok, skip, warn
+from mmldlm.preflight.check import Result, Results, check, fail, ok, skip, warn
 from mmldlm.preflight.context import Context
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import first_line, format_bytes, join_some
@@ -153,12 +154,12 @@ def _parse_rounds(output: dict) -> dict[str, dict]:
     return rounds
 
 
-def check_values(torch, rank: int, world: int, device) -> list[str]:
+def check_values(torch: Any, rank: int, world: int, device: Any) -> list[str]:
     """Run the collectives that training uses; return the names of those with wrong values."""
     dist, wrong = torch.distributed, []
     positions = torch.arange(1024, dtype=torch.float64, device=device)
 
-    def compare(name: str, received, expected) -> None:
+    def compare(name: str, received: Any, expected: Any) -> None:
         if not torch.equal(received, expected):
             wrong.append(name)
 
@@ -184,7 +185,7 @@ def check_values(torch, rank: int, world: int, device) -> list[str]:
     return wrong
 
 
-def bus_bandwidth(torch, world: int, device, size: int) -> tuple[float, float]:
+def bus_bandwidth(torch: Any, world: int, device: Any, size: int) -> tuple[float, float]:
     """Return (bus bandwidth of all_reduce as in nccl-tests: size / time x 2 (n - 1) / n, median
     seconds).
     """
@@ -199,7 +200,7 @@ def bus_bandwidth(torch, world: int, device, size: int) -> tuple[float, float]:
     return size / usual * 2 * (world - 1) / world, usual
 
 
-def compute_seconds(torch, device) -> float:
+def compute_seconds(torch: Any, device: Any) -> float:
     """Return the median seconds of four matrix products: the compute speed of this rank, without
     the network.
     """
@@ -214,7 +215,7 @@ def compute_seconds(torch, device) -> float:
     return median([_time(torch, device, multiply) for _ in range(23)][2:])
 
 
-def _time(torch, device, work: Callable[[], object]) -> float:
+def _time(torch: Any, device: Any, work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
     if device.type == "cuda":
@@ -222,7 +223,7 @@ def _time(torch, device, work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def run_round(torch, entry: dict, device) -> dict:
+def run_round(torch: Any, entry: dict, device: Any) -> dict:
     """Form the group, check, measure; each operation within entry["seconds"]."""
     device = torch.device("cpu") if entry["on_cpu"] else device
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -274,7 +275,7 @@ def main() -> int:
     return 0
 
 
-def _rounds(context, selects):
+def _rounds(context: Context, selects: Callable[[str], bool]) -> Iterator[tuple[list[str], dict]]:
     """Yield (nodes, {(node, local rank): result}) of the rounds whose names `selects` accepts."""
     ranks = context.collectives.get("ranks", {})
     for name, nodes in context.collectives.get("rounds", ()):
@@ -304,7 +305,7 @@ def _evaluate_round(nodes: list[str], results: dict) -> dict[str, str]:
 
 
 @check("COLL001", 3, "node", "collectives in pairs")
-def pairs_compute_right(context):
+def pairs_compute_right(context: Context) -> Results:
     """Two rounds of pairs form process groups and get correct values from every collective that
     training uses.
 
@@ -335,7 +336,7 @@ def pairs_compute_right(context):
 
 
 @check("COLL002", 3, "cluster", "collectives on all ranks")
-def all_ranks_compute_right(context):
+def all_ranks_compute_right(context: Context) -> Result:
     """All ranks together get correct values; the report shows the bus bandwidth of all_reduce."""
     rounds = list(_rounds(context, lambda name: name == "all")) or list(
         _rounds(context, lambda name: name != CHECKPOINTS)
@@ -360,7 +361,7 @@ def all_ranks_compute_right(context):
 
 
 @check("COLL003", 3, "node", "stragglers")
-def no_stragglers(context):
+def no_stragglers(context: Context) -> Results:
     """No GPU multiplies matrices 10 % slower than the median of all, no CPU rank at less than half
     of it: a step takes as long as its slowest rank.
     """
@@ -391,7 +392,7 @@ def no_stragglers(context):
 
 
 @check("COLL004", 3, "cluster", "group of FSDP's writers")
-def writers_form_their_group(context):
+def writers_form_their_group(context: Context) -> Result:
     """The gloo group of FSDP's checkpoint writers, in addition to NCCL's, forms on all ranks."""
     rounds = list(_rounds(context, lambda name: name == CHECKPOINTS))
     if not rounds:

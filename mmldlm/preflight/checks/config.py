@@ -14,14 +14,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mmldlm.config.load import to_yaml
+from mmldlm.config.schema import Config
 from mmldlm.distributed.error_reporting import exit_without_teardown
 from mmldlm.engines.deepspeed_config import merged_config
 from mmldlm.errors import UserError
-from mmldlm.preflight.check import check, fail, ok, skip
+from mmldlm.preflight.check import Result, check, fail, ok, skip
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.memory_model import sizes_of_run
 from mmldlm.tasks.base import Task
@@ -98,7 +99,7 @@ def _communicate_while_active(child: subprocess.Popen) -> tuple[str, str]:
                 raise
 
 
-def measure(config, world_size: int) -> dict:
+def measure(config: Config, world_size: int) -> dict:
     """Return samples and model sizes, or the errors of engine and data.
 
     Returns:
@@ -147,7 +148,7 @@ def _checkpointed_sizes(task: Task, config: Any, longest: int) -> dict[str, dict
     for every in (4, 2, 1):
         changed = config.model_copy(deep=True)
         changed.model.gradient_checkpointing = every
-        sizes = task.model_sizes(changed, longest) or {}
+        sizes: Mapping[str, Any] = task.model_sizes(changed, longest) or {}
         found[str(every)] = {key: sizes[key] for key in ("activations", "working") if key in sizes}
     return found
 
@@ -171,7 +172,7 @@ def main() -> int:
 
 
 @check("CFG001", 0, "head", "config")
-def config_is_valid(context):
+def config_is_valid(context: Context) -> Result:
     """Preset, file and overrides form a config without unknown keys or invalid values."""
     if context.script is not None:
         return skip(context.no_config)
@@ -180,7 +181,7 @@ def config_is_valid(context):
 
 
 @check("CFG002", 0, "head", "DeepSpeed JSON")
-def deepspeed_json_agrees(context):
+def deepspeed_json_agrees(context: Context) -> Result:
     """The DeepSpeed JSON agrees with the config; DeepSpeed knows, and mmldlm supports, all of its
     keys.
     """
@@ -197,16 +198,16 @@ def deepspeed_json_agrees(context):
 
 def _json_error(context: Context) -> UserError | None:
     """Return why the DeepSpeed JSON cannot be used; None if it can, or if the run has none."""
-    if context.config.engine.kind == "deepspeed":
+    if context.run_config.engine.kind == "deepspeed":
         try:
-            merged_config(context.config, max(context.world_size, 1))
+            merged_config(context.run_config, max(context.world_size, 1))
         except UserError as error:
             return error
     return None
 
 
 @check("CFG003", 0, "head", "batch arithmetic")
-def batch_arithmetic(context):
+def batch_arithmetic(context: Context) -> Result:
     """The data can fill a batch of micro-batch x accumulation x ranks, and the engine supports
     this number of ranks.
     """
@@ -236,7 +237,7 @@ def batch_arithmetic(context):
 
 
 @check("DATA001", 0, "head", "data fits the config")
-def data_fits_config(context):
+def data_fits_config(context: Context) -> Result:
     """The store exists, is complete, and agrees with model.latent_dim, vocabulary, tokenizer and
     max_seq_len.
     """

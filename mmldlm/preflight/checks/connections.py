@@ -6,7 +6,7 @@ import statistics
 
 from mmldlm.cluster.agent import AgentPool
 from mmldlm.cluster.connections import SEGMENT, connect_seconds
-from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
+from mmldlm.preflight.check import Result, Results, check, fail, majority, ok, skip, warn
 from mmldlm.preflight.checks.network import LOOKUP_SECONDS, default_interface
 from mmldlm.preflight.context import Context
 
@@ -19,7 +19,7 @@ MIN_LOST_PACKETS, MAX_LOST_SHARE = 3, 0.01
 
 def collect_connections(context: Context, pool: AgentPool) -> None:
     """Let every node connect to every other one and to all addresses of the master."""
-    first, port = (context.names or [None])[0], context.options.master_port
+    first, port = next(iter(context.names), None), context.options.master_port
     master_answers = first in context.facts and first not in pool.failures
     opened = pool.call(
         "listen", lambda name: {"ports": [0, 0] + ([port] if name == first else [])}, timeout=10
@@ -77,6 +77,7 @@ def _collect_master(context: Context, ports: list[dict]) -> int:
         and context.launcher == "deepspeed"
         and not options.propagates_all
     )
+    address: str | None
     if context.local:
         address, addresses = "127.0.0.1", []
     else:
@@ -95,7 +96,7 @@ def _collect_master(context: Context, ports: list[dict]) -> int:
 
 
 @check("NET004", 2, "node", "master port")
-def master_port_is_free(context):
+def master_port_is_free(context: Context) -> Result:
     """The master port can be used on the first node; the owner of one in use is reported."""
     listening = context.master.get("listening")
     if listening is None:
@@ -113,7 +114,7 @@ def master_port_is_free(context):
 
 
 @check("NET005", 2, "node", "master address")
-def master_is_reachable(context):
+def master_is_reachable(context: Context) -> Results:
     """Every node can connect to the address that the launcher will use for the master.
 
     Without --master_addr DeepSpeed takes the first address of `hostname -I` on the first node, of
@@ -149,7 +150,7 @@ def master_is_reachable(context):
 
 
 @check("NET006", 2, "pair", "every pair")
-def every_pair_connects(context):
+def every_pair_connects(context: Context) -> Results:
     """Every node exchanges data with ephemeral ports of every other; gloo and NCCL connect all
     pairs on such ports.
 
@@ -184,7 +185,7 @@ def every_pair_connects(context):
         yield ok(f"{len(good)} directions, longest round trip {max(times)} ms")
 
 
-def _broken(context, start: str, end: str, answer: dict) -> tuple[str, str]:
+def _broken(context: Context, start: str, end: str, answer: dict) -> tuple[str, str]:
     """Return (measured, fix) of a direction without a connection, or without data on it."""
     if not answer.get("stalled"):
         low, high = (context.value(end, "network") or {}).get("ephemeral_ports", (32768, 60999))
@@ -215,7 +216,7 @@ def _slow_or_lossy(answer: dict, median: float) -> str:
 
 
 @check("NET007", 2, "node", "MTU")
-def mtu_is_alike(context):
+def mtu_is_alike(context: Context) -> Results:
     """The interface to the master has the MTU of the majority: packets larger than the path's MTU
     are lost.
     """
@@ -247,7 +248,7 @@ def mtu_is_alike(context):
 
 
 @check("NET008", 2, "node", "fast name resolution")
-def lookups_are_fast(context):
+def lookups_are_fast(context: Context) -> Results:
     """Resolving the node's own name and those of the hostfile takes under a second: every process
     group does it.
     """
@@ -261,7 +262,7 @@ def lookups_are_fast(context):
         if context.local and not slow:
             yield skip("one node", name)
         elif slow:
-            worst = max(slow, key=slow.get)
+            worst = max(slow, key=slow.__getitem__)
             fix = (
                 f"write the names into /etc/hosts on {name}, or repair the servers in its"
                 " /etc/resolv.conf"
@@ -275,7 +276,7 @@ def lookups_are_fast(context):
 
 
 @check("CLK001", 2, "node", "clocks")
-def clocks_agree(context):
+def clocks_agree(context: Context) -> Results:
     """The clocks differ by less than two seconds; logs, file times, stale locks and certificates
     depend on them.
     """

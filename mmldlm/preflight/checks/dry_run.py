@@ -19,7 +19,7 @@ from mmldlm.cluster.launcher_commands import (
     train_arguments,
 )
 from mmldlm.preflight.agent import run_command
-from mmldlm.preflight.check import check, fail, ok, skip
+from mmldlm.preflight.check import Result, check, fail, ok, skip
 from mmldlm.preflight.checks.collectives import group_seconds
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.memory_model import checkpoint_bytes, plan_of
@@ -37,13 +37,11 @@ def dry_seconds(context: Context) -> int:
     """Return the time limit of one launch in level 4: imports, two steps, compilation if enabled,
     a checkpoint.
     """
-    config, sizes = context.config, context.data_facts
-    seconds = 140 + 4 * (group_seconds(context.world_size) - 25)
+    config, sizes = context.run_config, context.data_facts
+    seconds: float = 140 + 4 * (group_seconds(context.world_size) - 25)
     seconds += COMPILE_SECONDS if config.training.compile_model else 0
     if "trainable" in sizes:
-        seconds += (
-            checkpoint_bytes(plan_of(context.config), sizes, config.training.dtype) / SLOW_DISK
-        )
+        seconds += checkpoint_bytes(plan_of(config), sizes, config.training.dtype) / SLOW_DISK
     return int(seconds)
 
 
@@ -61,7 +59,7 @@ def dry_run_arguments(context: Context, name: str, more: list[str]) -> list[str]
         "training.profile=null",
     ]
     # Of several stores all samples are used.
-    if getattr(context.config.data, "mixture", None) is None:
+    if getattr(context.run_config.data, "mixture", None) is None:
         overrides.append(f"data.max_validation_samples={DRY_VALIDATION_SAMPLES}")
     return [*train_arguments(context.options), *overrides, *more]
 
@@ -71,7 +69,7 @@ def run_training(context: Context, pool: AgentPool) -> None:
     delete their files.
     """
     name = f".preflight_{uuid.uuid4().hex[:8]}"
-    folder = Path(context.config.logging.save_dir) / name
+    folder = Path(context.run_config.logging.save_dir) / name
     results: dict = {}
     context.dry_run = results
     try:
@@ -146,7 +144,7 @@ def _last_error(output: str) -> str:
 
 
 @check("DRY001", 4, "cluster", "two training steps")
-def two_steps_run(context):
+def two_steps_run(context: Context) -> Result:
     """Two real steps of this config and a save run through the launcher; the report shows step and
     total time.
     """
@@ -166,7 +164,7 @@ def two_steps_run(context):
             "the loss is not finite", "a finite loss", "mmldlm verify-data; lower optimizer.lr"
         )
     rate, step = log[1]["tokens_per_second"], _step_seconds(log)
-    hours = step * context.config.training.num_train_steps / 3600
+    hours = step * context.run_config.training.num_train_steps / 3600
     data_share = log[1].get("data_share")
     data_wait = "" if data_share is None else f", {data_share:.0%} of it waiting for data"
     speed = f"{step:.2f} s per step{data_wait}, {rate:.0f} tokens/s"
@@ -179,7 +177,7 @@ def _step_seconds(log: list[dict]) -> float:
 
 
 @check("DRY002", 4, "cluster", "save and resume")
-def save_and_resume(context):
+def save_and_resume(context: Context) -> Result:
     """The launcher resumes the checkpoint of these steps, and a third step follows."""
     result = context.dry_run.get("resume")
     if result is None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 from mmldlm.engines.deepspeed_config import check_fp16
 from mmldlm.errors import UserError
-from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
+from mmldlm.preflight.check import Result, Results, check, fail, majority, ok, skip, warn
+from mmldlm.preflight.context import Context
 from mmldlm.preflight.memory_model import GIB
 from mmldlm.utils.formatting import format_bytes
 from mmldlm.utils.gpus import VISIBLE, visible_gpus
@@ -58,7 +61,7 @@ def gpus(args: dict) -> dict:
         pynvml.nvmlShutdown()
 
 
-def _gpu(pynvml, index: int) -> dict:
+def _gpu(pynvml: Any, index: int) -> dict:
     """Return the facts of one GPU."""
     try:
         device = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -103,7 +106,7 @@ def _gpu(pynvml, index: int) -> dict:
     }
 
 
-def _recovery(fields) -> str | None:
+def _recovery(fields: Any) -> str | None:
     """Return the recovery action that the driver requests; None if there is none, or the driver is
     older than 570.
     """
@@ -125,7 +128,12 @@ def _process(pid: int) -> dict:
     return {"pid": pid, "command": command.strip()[:120], "user": user}
 
 
-def _check_gpus(context, fault_of, pass_message: str, report=fail):
+def _check_gpus(
+    context: Context,
+    fault_of: Callable[[dict], tuple[str, str, str] | None],
+    pass_message: str,
+    report: Callable[..., Result] = fail,
+) -> Results:
     """Yield a result for every faulty GPU that a rank would use, and a PASS per healthy node.
 
     Args:
@@ -147,7 +155,7 @@ def _check_gpus(context, fault_of, pass_message: str, report=fail):
 
 
 @check("GPU001", 1, "node", "GPU count")
-def gpus_for_all_slots(context):
+def gpus_for_all_slots(context: Context) -> Results:
     """Every node has at least as many GPUs as slots, unless no node has a GPU (a CPU run).
 
     DeepSpeed trains in fp16 on GPUs, or on CPUs with fp16 instructions.
@@ -179,15 +187,15 @@ def gpus_for_all_slots(context):
             yield fail(f"{count} GPU(s) for {slots} slots", f"at least {slots}", fix, name)
         else:
             yield ok(f"{count} x {facts['gpus'][0].get('name')}", name)
-    for name, error in context.probe_errors("gpus").items():
+    for name, problem in context.probe_errors("gpus").items():
         hangs = context.facts[name]["gpus"].get("timeout")
         install = f"on {name}: pip install -c constraints.txt nvidia-ml-py"
         fix = "the driver hangs: reboot the node, or exclude it" if hangs else install
-        yield fail(error, "an answer of NVML within 20 s", fix, name)
+        yield fail(problem, "an answer of NVML within 20 s", fix, name)
 
 
 @check("GPU002", 1, "node", "GPU health")
-def gpus_are_healthy(context):
+def gpus_are_healthy(context: Context) -> Results:
     """No GPU is lost, has uncorrected ECC errors or a pending or failed row remap, or requests a
     recovery action.
     """
@@ -213,7 +221,7 @@ def _health_fault(gpu: dict) -> tuple[str, str, str] | None:
 
 
 @check("GPU003", 1, "node", "GPU clocks")
-def gpus_are_not_slowed(context):
+def gpus_are_not_slowed(context: Context) -> Results:
     """No GPU is throttled by heat or by its power supply."""
 
     def fault_of(gpu):
@@ -225,7 +233,7 @@ def gpus_are_not_slowed(context):
 
 
 @check("GPU004", 1, "node", "GPUs are free")
-def gpus_are_free(context):
+def gpus_are_free(context: Context) -> Results:
     """No other process uses memory of the GPUs."""
 
     return _check_gpus(context, _occupation, "free")
@@ -248,7 +256,7 @@ def _occupation(gpu: dict) -> tuple[str, str, str] | None:
 
 
 @check("GPU005", 2, "node", "same GPUs and driver")
-def gpus_are_alike(context):
+def gpus_are_alike(context: Context) -> Results:
     """GPU models and driver are those of the majority, and a node has GPUs of one model."""
     by_node = {
         name: {

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from mmldlm.cluster.agent import AgentFailure, AgentPool, ssh_command
 from mmldlm.cluster.connections import SEGMENT, login_works
-from mmldlm.preflight.check import ERROR, Result, check, fail, ok, skip, warn
+from mmldlm.preflight.check import ERROR, Result, Results, check, fail, ok, skip, warn
+from mmldlm.preflight.context import Context
 
 
 def identity(args: dict) -> dict:
@@ -19,7 +20,7 @@ def identity(args: dict) -> dict:
     return {"hostname": socket.gethostname(), "machine": "/".join([boot, *spaces])}
 
 
-def detect_lost_packets(context, pool: AgentPool) -> None:
+def detect_lost_packets(context: Context, pool: AgentPool) -> None:
     """Retry logins that timed out with small packets; where those succeed, the MTU is the
     cause.
     """
@@ -38,7 +39,7 @@ def detect_lost_packets(context, pool: AgentPool) -> None:
 
 
 @check("HOST001", 0, "head", "hostfile")
-def hostfile_parses(context):
+def hostfile_parses(context: Context) -> Result:
     """The hostfile exists and DeepSpeed reads every line as intended.
 
     DeepSpeed treats a missing hostfile as a local run, reads `a slots=8x` as 8, and `node[1-2]` as
@@ -53,7 +54,7 @@ def hostfile_parses(context):
 
 
 @check("HOST002", 0, "cluster", "even slots")
-def slots_are_even(context):
+def slots_are_even(context: Context) -> Result:
     """All nodes have the same number of ranks.
 
     With uneven slots DeepSpeed's launcher sets LOCAL_RANK = rank % slots: ranks are permuted, or
@@ -77,7 +78,7 @@ def slots_are_even(context):
 
 
 @check("HOST003", 0, "head", "one host")
-def single_host_is_this_one(context):
+def single_host_is_this_one(context: Context) -> Result:
     """A hostfile with one host names this machine; DeepSpeed would start the ranks here in any
     case.
     """
@@ -100,7 +101,7 @@ def single_host_is_this_one(context):
 
 
 @check("HOST004", 1, "node", "different machines")
-def no_machine_twice(context):
+def no_machine_twice(context: Context) -> Results:
     """No two names refer to the same machine."""
     seen: dict[str, str] = {}
     for name, identity in context.probe_values("identity").items():
@@ -116,11 +117,11 @@ def no_machine_twice(context):
             yield ok(identity["hostname"], name)
 
 
-def _port(context) -> str:
+def _port(context: Context) -> str:
     return f"-p {context.options.ssh_port} " if context.options.ssh_port else ""
 
 
-def _ssh(context, cause_fixes: dict, expected: str):
+def _ssh(context: Context, cause_fixes: dict, expected: str) -> Results:
     """Yield a FAIL for nodes whose failure has one of these causes (cause -> fix), a PASS for
     nodes that answer.
     """
@@ -140,7 +141,7 @@ def _ssh(context, cause_fixes: dict, expected: str):
 
 
 @check("SSH001", 1, "node", "name resolves")
-def name_resolves(context):
+def name_resolves(context: Context) -> Results:
     """The name in the hostfile has an address on this machine."""
     fix = (
         "add {name} to /etc/hosts (on every node) or to DNS, or write its address into the"
@@ -150,7 +151,7 @@ def name_resolves(context):
 
 
 @check("SSH002", 1, "node", "ssh port")
-def ssh_port_answers(context):
+def ssh_port_answers(context: Context) -> Results:
     """An ssh server answers at the node's port, within five seconds."""
     fixes = {
         "refused": (
@@ -168,7 +169,7 @@ def ssh_port_answers(context):
 
 
 @check("SSH003", 1, "node", "host key")
-def host_key_known(context):
+def host_key_known(context: Context) -> Results:
     """The node's host key is known, because pdsh cannot answer ssh's prompt."""
     fixes = {
         "key_unknown": (
@@ -184,7 +185,7 @@ def host_key_known(context):
 
 
 @check("SSH004", 1, "node", "login without password")
-def login_accepted(context):
+def login_accepted(context: Context) -> Results:
     """The node accepts this user's key."""
     return _ssh(
         context, {"denied": "ssh-copy-id {port}{name}"}, "a login with a key, without a prompt"
@@ -192,7 +193,7 @@ def login_accepted(context):
 
 
 @check("SSH005", 1, "node", "answers")
-def node_answers(context):
+def node_answers(context: Context) -> Results:
     """The node starts the agent and answers every request in time."""
     fixes = {
         "client": (
@@ -221,7 +222,7 @@ COVERED_BY_OTHER_CHECKS = ("data", "checkpoints", "gpus")
 
 
 @check("SSH006", 1, "node", "measurements")
-def everything_was_measured(context):
+def everything_was_measured(context: Context) -> Results:
     """Every probe returned a value in time.
 
     A hung probe, or one without its package, is a fault of the node, a failed one an error of this
@@ -254,7 +255,7 @@ def everything_was_measured(context):
 
 
 @check("PY001", 1, "node", "python and folder")
-def python_and_folder(context):
+def python_and_folder(context: Context) -> Results:
     """The interpreter and the working folder of this command exist on the node; launchers use both
     paths there.
     """
@@ -266,7 +267,7 @@ def python_and_folder(context):
 
 
 @check("PY002", 1, "node", "mmldlm imports")
-def package_imports(context):
+def package_imports(context: Context) -> Results:
     """That interpreter can import mmldlm on the node."""
     fix = "copy this checkout to {name} at the same path; its python must be 3.11 or newer"
     return _ssh(context, {"import": fix}, "mmldlm at the same path")

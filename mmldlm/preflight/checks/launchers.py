@@ -30,7 +30,7 @@ from mmldlm.cluster.launcher_commands import START_SECONDS, pdsh_environment
 from mmldlm.config.schema import EngineConfig
 from mmldlm.distributed.environment import settings_that_prolong_hangs
 from mmldlm.preflight.agent import run_command
-from mmldlm.preflight.check import check, fail, ok, skip, warn
+from mmldlm.preflight.check import Result, Results, check, fail, ok, skip, warn
 from mmldlm.preflight.context import Context
 from mmldlm.utils.environment import platform_variables
 from mmldlm.utils.formatting import join_some
@@ -114,7 +114,7 @@ _PROGRAMS = {
 
 
 @check("LNCH001", 0, "head", "launcher present")
-def launcher_is_here(context):
+def launcher_is_here(context: Context) -> Result:
     """The programs of the selected launcher are installed on this machine, and srun knows its
     nodes by name.
     """
@@ -133,7 +133,7 @@ def launcher_is_here(context):
 
 
 @check("LNCH002", 0, "head", "launcher versions")
-def versions_work_together(context):
+def versions_work_together(context: Context) -> Result:
     """The installed DeepSpeed supports this run and this launcher."""
     if context.config is None or context.config.engine.kind != "deepspeed":
         return skip("no DeepSpeed in this run")
@@ -150,7 +150,7 @@ def versions_work_together(context):
 
 
 @check("ENV001", 0, "head", "harmful variables")
-def no_harmful_variables(context):
+def no_harmful_variables(context: Context) -> Results:
     """No variable on this machine makes a hang endless or contradicts the launch."""
     engine = EngineConfig() if context.config is None else context.config.engine
     for setting in settings_that_prolong_hangs(engine.collective_timeout):
@@ -175,7 +175,7 @@ def no_harmful_variables(context):
 
 
 @check("LNCH003", 2, "node", "launcher reaches the node")
-def launcher_starts_processes(context):
+def launcher_starts_processes(context: Context) -> Results:
     """The launcher, with this hostfile, starts a process on the node.
 
     It starts one rank per node instead of train.py: `deepspeed` through pdsh, mpirun, or srun.
@@ -216,7 +216,7 @@ def not_propagated(on_node: dict[str, str]) -> list[str]:
 
 
 @check("ENV002", 2, "node", "variables not propagated")
-def variables_are_propagated(context):
+def variables_are_propagated(context: Context) -> Results:
     """Variables of this shell that affect a run have the same value for a rank on every node.
 
     Compares this shell with a process that the launcher started on the node. Without one

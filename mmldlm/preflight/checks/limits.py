@@ -6,8 +6,9 @@ import os
 import resource
 from typing import Any
 
-from mmldlm.preflight.check import check, fail, ok, skip, warn
+from mmldlm.preflight.check import Results, check, fail, ok, skip, warn
 from mmldlm.preflight.checks.storage import probe_file
+from mmldlm.preflight.context import Context
 from mmldlm.preflight.memory_model import GIB
 from mmldlm.utils import resources
 from mmldlm.utils.formatting import describe_os_error, format_bytes
@@ -69,7 +70,7 @@ def memory(args: dict) -> dict:
 
 
 @check("LIM001", 1, "node", "/dev/shm")
-def shared_memory(context):
+def shared_memory(context: Context) -> Results:
     """/dev/shm is writable and large enough for gloo, NCCL and workers."""
     needed = SHM_GPU if context.has_gpus() else SHM_NEEDED
     for name, facts in context.probe_values("limits").items():
@@ -89,7 +90,7 @@ def shared_memory(context):
 
 
 @check("LIM002", 1, "node", "locked memory")
-def locked_memory(context):
+def locked_memory(context: Context) -> Results:
     """Locked memory is unlimited on nodes with GPUs, as InfiniBand and GPUDirect require."""
     for name, facts in context.probe_values("limits").items():
         limit = facts["memlock"]
@@ -103,7 +104,7 @@ def locked_memory(context):
 
 
 @check("LIM003", 1, "node", "open files")
-def open_files(context):
+def open_files(context: Context) -> Results:
     """A rank may open enough files: sockets to all ranks, shards, pipes of workers.
 
     With GPUs, a limit below 4096 warns: the usual 1024 of a login is enough for few ranks without
@@ -126,7 +127,7 @@ def open_files(context):
 
 
 @check("LIM004", 1, "node", "temporary files")
-def temporary_files(context):
+def temporary_files(context: Context) -> Results:
     """A file can be written to the folder for temporary files (TMPDIR, else /tmp): state files,
     sockets, builds.
     """

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from mmldlm.checkpoints.locate import list_checkpoints
 from mmldlm.engines.deepspeed_config import offloaded
 from mmldlm.errors import UserError
 from mmldlm.preflight import memory_model
-from mmldlm.preflight.check import check, fail, ok, skip, warn
+from mmldlm.preflight.check import Result, check, fail, ok, skip, warn
+from mmldlm.preflight.context import Context
 from mmldlm.utils.formatting import format_bytes
 
 # Fractions of the available memory: the limit, and the limit without a warning.
 USABLE, COMFORTABLE = 0.95, 0.8
 
 
-def _missing_sizes(context) -> str | None:
+def _missing_sizes(context: Context) -> str | None:
     """Return why memory and disk space cannot be calculated; None if they can."""
     if context.script is not None:
         return context.no_config
@@ -32,7 +33,7 @@ def _missing_sizes(context) -> str | None:
 
 
 @check("MEM001", 0, "cluster", "memory")
-def memory_fits(context):
+def memory_fits(context: Context) -> Result:
     """Weights, gradients, optimizer and activations of a rank fit into the smallest node, for the
     ZeRO stage.
 
@@ -46,7 +47,8 @@ def memory_fits(context):
     if smallest is None:
         return skip("no node reported its memory")
     location, available, on_gpu = smallest
-    plan = memory_model.plan_of(context.config)
+    config = context.run_config
+    plan = memory_model.plan_of(config)
     # Without a GPU, offloaded tensors would stay in the same memory.
     offloaded = _offloaded(context) if on_gpu else {}
 
@@ -54,7 +56,7 @@ def memory_fits(context):
         sizes = {**context.data_facts, **(changed or {})}
         offload = offloaded if other == plan else ()
         world_size = context.world_size
-        return memory_model.rank_bytes(context.config, sizes, world_size, other, on_gpu, offload)
+        return memory_model.rank_bytes(config, sizes, world_size, other, on_gpu, offload)
 
     needed = {other: rank_bytes(other) for other in memory_model.PLANS}
     name = f"{plan} with offload" if offloaded else plan
@@ -83,7 +85,7 @@ def memory_fits(context):
         fix = ", or ".join(fixes)
     else:
         fix = "lower training.train_batch_size, set model.gradient_checkpointing=true, "
-        if context.config.training.grad_accum_steps > 1 and plan == "fsdp":
+        if config.training.grad_accum_steps > 1 and plan == "fsdp":
             fix += "engine.shard_gradients=true, "
         fix += "offload (ds_configs/zero3_offload.json), " if on_gpu and not offloaded else ""
         fix += f"or use more ranks{'' if on_gpu else ', fewer of them per node'}"
@@ -92,7 +94,7 @@ def memory_fits(context):
 
 
 @check("MEM002", 0, "cluster", "memory for offload")
-def hosts_hold_offloaded_tensors(context):
+def hosts_hold_offloaded_tensors(context: Context) -> Result:
     """The tensors that the DeepSpeed JSON offloads to CPU memory fit next to the processes of each
     node's ranks.
     """
@@ -106,7 +108,7 @@ def hosts_hold_offloaded_tensors(context):
         return skip("no node reported its memory and GPUs")
     location, available, _ = smallest
     needed = memory_model.host_bytes(
-        context.data_facts, context.world_size, context.config.training.dtype, offloaded
+        context.data_facts, context.world_size, context.run_config.training.dtype, offloaded
     )
     measured = (
         f"{' and '.join(offloaded)}: {format_bytes(needed)} per rank; {location} has"
@@ -118,20 +120,20 @@ def hosts_hold_offloaded_tensors(context):
     return _fail_or_warn(context)(measured, expected, "use more nodes, or offload less")
 
 
-def _fail_or_warn(context):
+def _fail_or_warn(context: Context) -> Callable[[str, str, str], Result]:
     """Return warn at level 0 with a hostfile: only this machine is known, and the nodes may be
     larger.
     """
     return fail if context.local or context.level > 0 else warn
 
 
-def _offloaded(context) -> dict[str, str]:
+def _offloaded(context: Context) -> dict[str, str]:
     """Return "optimizer" and "param" -> device of what the DeepSpeed JSON offloads."""
-    engine, plan = context.config.engine, memory_model.plan_of(context.config)
+    engine, plan = context.run_config.engine, memory_model.plan_of(context.run_config)
     return offloaded(int(plan[4:]), engine.deepspeed_config) if engine.kind == "deepspeed" else {}
 
 
-def _smallest_memory(context, of_hosts: bool = False) -> tuple[str, float, bool] | None:
+def _smallest_memory(context: Context, of_hosts: bool = False) -> tuple[str, float, bool] | None:
     """Return (location, bytes per rank, whether on a GPU) of the node with the least memory.
 
     Args:
@@ -163,22 +165,23 @@ def _smallest_memory(context, of_hosts: bool = False) -> tuple[str, float, bool]
 
 
 @check("DISK001", 0, "cluster", "checkpoints fit")
-def checkpoints_fit(context):
+def checkpoints_fit(context: Context) -> Result:
     """The checkpoints that this run keeps, plus one being written, fit on the disk of
     logging.save_dir; those that a resumed run has there already need no more space.
     """
     if (reason := _missing_sizes(context)) is not None:
         return skip(reason)
-    checkpoints, num_steps = context.config.checkpoints, context.config.training.num_train_steps
+    config = context.run_config
+    checkpoints, num_steps = config.checkpoints, config.training.num_train_steps
     each = memory_model.checkpoint_bytes(
-        memory_model.plan_of(context.config), context.data_facts, context.config.training.dtype
+        memory_model.plan_of(config), context.data_facts, config.training.dtype
     )
     kept = (
         checkpoints.keep_last
         + (checkpoints.keep_best is not None)
         + (num_steps // checkpoints.keep_every if checkpoints.keep_every else 0)
     )
-    saved = min(_num_saved(context.config.run_dir()), kept)
+    saved = min(_num_saved(config.run_dir()), kept)
     count = kept - saved + 1
     folders = context.probe_values("checkpoints") or {"": context.head_value("checkpoints") or {}}
     node, folder = min(folders.items(), key=lambda item: item[1].get("free", float("inf")))

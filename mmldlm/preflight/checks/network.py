@@ -11,7 +11,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from mmldlm.preflight.check import Result, check, fail, ok, skip, warn
+from mmldlm.preflight.check import Result, Results, check, fail, ok, skip, warn
+from mmldlm.preflight.context import Context
 from mmldlm.utils.formatting import describe_os_error, join_some
 
 # A lookup that takes longer is slow.
@@ -165,7 +166,7 @@ def _selected_interfaces(key: str, value: str, interfaces: list[dict]) -> list[d
 
 
 @check("NET001", 1, "node", "interface")
-def interface_is_usable(context):
+def interface_is_usable(context: Context) -> Results:
     """The interface in NCCL_/GLOO_SOCKET_IFNAME exists on the node and is up.
 
     It is not loopback (unless the run has one machine) or a container bridge. An interface that
@@ -257,7 +258,7 @@ def _interface_problem(key: str, value: str, facts: dict, is_local: bool) -> str
 
 
 @check("NET002", 1, "node", "own name")
-def own_name_is_not_loopback(context):
+def own_name_is_not_loopback(context: Context) -> Results:
     """The node's own name has an address that the others can reach: gloo publishes exactly that
     address.
     """
@@ -294,7 +295,7 @@ def own_name_is_not_loopback(context):
 
 
 @check("NET003", 2, "node", "names agree")
-def names_resolve_alike(context):
+def names_resolve_alike(context: Context) -> Results:
     """Every node resolves every name in the hostfile to the same address as this machine.
 
     Names that only ~/.ssh/config defines on this machine are skipped: ranks get addresses, so

@@ -10,8 +10,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from mmldlm.preflight.check import check, fail, ok, warn
+from mmldlm.preflight.check import Results, check, fail, ok, warn
 from mmldlm.preflight.checks.storage import file_system
+from mmldlm.preflight.context import Context
 
 NETWORK_FILE_SYSTEMS = (
     "nfs",
@@ -106,13 +107,13 @@ def _torch_extensions() -> str:
     return os.environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions")
 
 
-def _ssh_prefix(context, name: str) -> str:
+def _ssh_prefix(context: Context, name: str) -> str:
     """Return the prefix of a shell command for a node."""
     return "" if context.local else f"ssh {name} "
 
 
 @check("PROC001", 1, "node", "leftover ranks")
-def no_leftover_ranks(context):
+def no_leftover_ranks(context: Context) -> Results:
     """No rank or launcher of an earlier run is alive."""
     for name, ranks in context.probe_values("processes").items():
         # Only the user can distinguish a leftover from a running launch.
@@ -132,7 +133,7 @@ def no_leftover_ranks(context):
 
 
 @check("JIT001", 1, "node", "build locks")
-def no_stale_locks(context):
+def no_stale_locks(context: Context) -> Results:
     """torch's extension cache has no lock of a killed JIT build, on which torch would wait
     forever.
 
@@ -154,7 +155,7 @@ def no_stale_locks(context):
 
 
 @check("JIT002", 1, "node", "build caches")
-def caches_are_local(context):
+def caches_are_local(context: Context) -> Results:
     """torch and Triton compile to a local disk; on a shared one, the ranks of all nodes race for
     the cache.
     """

@@ -7,7 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from mmldlm.preflight.check import check, ok, skip, warn
+from mmldlm.preflight.check import Results, check, ok, skip, warn
+from mmldlm.preflight.context import Context
 from mmldlm.utils.formatting import count_noun, join_some
 
 SYSFS = Path("/sys/class/infiniband")
@@ -44,7 +45,7 @@ def _read(path: Path) -> str:
 
 
 @check("RDMA001", 2, "node", "RDMA ports")
-def rdma_ports(context):
+def rdma_ports(context: Context) -> Results:
     """As many RDMA ports are active, at the same rates, as on most nodes, and RoCE ports have the
     GID of an IPv4 address. Otherwise NCCL uses slower ports or TCP on all nodes. Only with GPUs.
     """

@@ -15,13 +15,14 @@ from mmldlm.checkpoints.manifest import read_manifest
 from mmldlm.checkpoints.training_state import read_training_state
 from mmldlm.config.resume_compat import batch_fix, diff_configs
 from mmldlm.errors import UserError
-from mmldlm.preflight.check import check, fail, ok, skip, warn
+from mmldlm.preflight.check import Result, check, fail, ok, skip, warn
+from mmldlm.preflight.context import Context
 from mmldlm.preflight.memory_model import plan_of
 from mmldlm.tasks.registry import build_config
 
 
 @check("RES001", 0, "head", "resume")
-def resume_plan(context):
+def resume_plan(context: Context) -> Result:
     """training.resume names a complete checkpoint with this run's global batch, seed, data and
     model.
 
@@ -39,12 +40,10 @@ def resume_plan(context):
         return ok("a fresh start")
     damaged: list[str] = []
     try:
-        folder = (
-            find_latest_valid(run_dir, damaged.append, False)
-            if resume == "auto"
-            else locate_checkpoint(resume)
-        )
-        if resume != "auto":
+        if resume == "auto":
+            folder = find_latest_valid(run_dir, damaged.append, False)
+        else:
+            folder = locate_checkpoint(resume)
             check_complete(folder, checksums=False, with_state=True)
     except UserError as error:
         return fail(error.found, error.expected, error.fix)
@@ -66,14 +65,14 @@ def resume_plan(context):
         return warn("; ".join(damaged), "complete checkpoints", fix)
     saved = f"{manifest.get('engine')}, {manifest.get('world_size')} rank(s)"
     now = f"{context.world_size} rank(s)"
-    return ok(f"continues {folder} (saved on {saved}; now {plan_of(context.config)}, {now})")
+    return ok(f"continues {folder} (saved on {saved}; now {plan_of(config)}, {now})")
 
 
-def _resume_differences(context, folder: Path, state: dict) -> list[str]:
+def _resume_differences(context: Context, folder: Path, state: dict) -> list[str]:
     """Return the differences between the checkpoint and this run that forbid a resume."""
     facts, differences = context.data_facts, []
     now = {
-        "seed": context.config.training.seed,
+        "seed": context.run_config.training.seed,
         "global_batch": context.global_batch,
         "num_samples": facts.get("samples", {}).get("train"),
     }
@@ -84,14 +83,14 @@ def _resume_differences(context, folder: Path, state: dict) -> list[str]:
     if state.get("data", fingerprint) != fingerprint:
         differences.append("another training split")
     # The data probe has the config with the keys that the data sets.
-    resolved = build_config(facts["config"]) if "config" in facts else context.config
+    resolved = build_config(facts["config"]) if "config" in facts else context.run_config
     return differences + diff_configs(folder, resolved).errors
 
 
-def _resume_fix(context, state: dict) -> str:
+def _resume_fix(context: Context, state: dict) -> str:
     batch = state.get("global_batch") or 0
     if batch and batch != context.global_batch:
-        fix = batch_fix(batch, context.config.training.train_batch_size, context.world_size)
+        fix = batch_fix(batch, context.run_config.training.train_batch_size, context.world_size)
         if fix is not None:
             return f"{fix} (the sample order depends on the global batch)"
     return "use the values of its config.yaml, or start another run from its converted weights"

@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from mmldlm.preflight.check import check, fail, majority, ok, skip
+from mmldlm.preflight.check import Results, check, fail, majority, ok, skip
 from mmldlm.preflight.context import Context
 from mmldlm.utils.formatting import join_some
 
@@ -101,7 +101,7 @@ def _hash(content: bytes) -> str:
 
 
 @check("SCR001", 1, "node", "script")
-def script_is_there(context: Context):
+def script_is_there(context: Context) -> Results:
     """The script behind -- is on the node, is Python, and every package that it imports is
     installed.
     """
@@ -122,7 +122,7 @@ def script_is_there(context: Context):
 
 
 @check("SCR002", 2, "node", "same script")
-def script_is_the_same(context: Context):
+def script_is_the_same(context: Context) -> Results:
     """The script and the versions of what it imports are those of the majority of nodes."""
     states = context.probe_values("script")
     if context.script is None or not states:

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from mmldlm.cluster.agent import AgentPool
-from mmldlm.preflight.check import check, fail, majority, ok, skip, warn
+from mmldlm.preflight.check import Results, check, fail, majority, ok, skip, warn
+from mmldlm.preflight.context import Context
 from mmldlm.utils.formatting import describe_os_error, format_bytes, join_some
 from mmldlm.utils.input_files import open_regular, read_bytes
 
@@ -153,7 +154,7 @@ def file_system(folder: Path) -> str:
     return above[max(above, key=len)] if above else "unknown"
 
 
-def collect_shared_folder(context, pool: AgentPool) -> None:
+def collect_shared_folder(context: Context, pool: AgentPool) -> None:
     """Test whether all nodes see a file of the first node that can write, and then one of the last
     node that sees it.
     """
@@ -192,7 +193,7 @@ def _visibility(
 
 
 @check("DATA002", 1, "node", "data present")
-def data_is_there(context):
+def data_is_there(context: Context) -> Results:
     """The store is on the node, and every file has the size in its manifest."""
     if context.config is None or not context.config.data.roots:
         yield skip("the config names no prepared store")
@@ -223,13 +224,13 @@ def data_is_there(context):
             yield ok(f"{len(facts['files'])} files", name)
 
 
-def _manifest(context) -> dict:
+def _manifest(context: Context) -> dict:
     """Return the manifest entries of all files on this machine; empty if a manifest is missing
     (DATA001).
     """
     paths = {
         root: Path(root, "manifest.json")
-        for root in map(os.path.abspath, context.config.data.roots)
+        for root in map(os.path.abspath, context.run_config.data.roots)
     }
     if not all(path.exists() for path in paths.values()):
         return {}
@@ -237,7 +238,7 @@ def _manifest(context) -> dict:
 
 
 @check("DATA003", 2, "node", "same data")
-def data_is_the_same(context):
+def data_is_the_same(context: Context) -> Results:
     """Every node has the same manifest and the same bytes: all of a small store, sampled blocks of
     a large one.
 
@@ -282,7 +283,7 @@ def _usual_blocks(answers: Iterable[dict]) -> dict[str, str]:
 
 
 @check("CKPT001", 1, "node", "checkpoint folder")
-def checkpoint_folder_works(context):
+def checkpoint_folder_works(context: Context) -> Results:
     """Every node can write, flush, rename and delete a file in logging.save_dir."""
     for name, error in context.probe_errors("checkpoints").items():
         hangs = context.facts[name]["checkpoints"].get("timeout")
@@ -326,7 +327,7 @@ def checkpoint_folder_works(context):
 
 
 @check("CKPT002", 2, "node", "checkpoint folder shared")
-def checkpoint_folder_is_shared(context):
+def checkpoint_folder_is_shared(context: Context) -> Results:
     """A file that one node writes into logging.save_dir is visible on the others: a checkpoint is
     one folder.
     """
@@ -340,5 +341,6 @@ def checkpoint_folder_is_shared(context):
             yield ok(f"sees the file of {writer}", reader)
         else:
             fix = "set logging.save_dir to a file system that all nodes mount at this path"
-            measured = f"does not see the file of {writer} in {context.config.logging.save_dir}"
+            folder = context.run_config.logging.save_dir
+            measured = f"does not see the file of {writer} in {folder}"
             yield fail(measured, "a shared folder", fix, reader)

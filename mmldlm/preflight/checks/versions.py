@@ -11,7 +11,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-from mmldlm.preflight.check import check, fail, majority, ok, warn
+from mmldlm.preflight.check import Results, check, fail, majority, ok, warn
+from mmldlm.preflight.context import Context
 
 PACKAGES = ("torch", "deepspeed", "transformers", "numpy", "pydantic", "mpi4py", "mmldlm")
 # Different versions of these packages break collectives, checkpoints or arithmetic; those of other
@@ -64,7 +65,7 @@ def code(args: dict) -> dict:
 
 
 @check("VER001", 2, "node", "versions")
-def versions_agree(context):
+def versions_agree(context: Context) -> Results:
     """The versions of Python, torch, DeepSpeed, the loaded NCCL and other packages are those of
     the majority.
     """
@@ -114,7 +115,7 @@ def _versions_fix(differ: dict[str, str | None], usual: dict[str, str | None]) -
 
 
 @check("VER002", 2, "node", "same code")
-def code_agrees(context):
+def code_agrees(context: Context) -> Results:
     """The sources of mmldlm are the same on every node; WARN for another commit with the same
     sources.
 

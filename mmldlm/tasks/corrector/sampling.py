@@ -9,7 +9,7 @@ encoder then judges one edit at a time.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from mmldlm.models.token_scores import TokenQuery
 from mmldlm.sampling.judge import FoundTexts, Judge, SamplingCost
 from mmldlm.sampling.model import device_of
 from mmldlm.tasks.corrector.model import Hypotheses
-from mmldlm.tasks.text_task import Pretrained
+from mmldlm.tasks.text_task import MaskedTextTask, Pretrained
 
 if TYPE_CHECKING:
     from mmldlm.models.base import EncodedLatent
@@ -140,7 +140,7 @@ class CorrectingEditor(Editor):
 
     def _encode_feedback(self, owners: Sequence[int], embedded: np.ndarray) -> EncodedLatent:
         """The latents of the texts, and how far the texts' embeddings are off."""
-        model, task = self._pretrained.model, self._pretrained.task
+        model, task = self._pretrained.model, cast(MaskedTextTask, self._pretrained.task)
         points = self._points[torch.tensor(owners, device=self._points.device)]
         embeddings = model.scale_latents(torch.from_numpy(embedded).to(points.device)).reshape(
             points.shape

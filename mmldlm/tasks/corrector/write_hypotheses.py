@@ -291,7 +291,8 @@ class _Hypotheses:
         folder.mkdir()
         store = self.stores["train"]
         store_manifest, vocab_size = store.manifest, store.manifest["tokenizer"]["vocab_size"]
-        summaries, statistics = {}, {}
+        summaries: dict[str, dict[str, int]] = {}
+        statistics: dict[str, LatentStatistics] = {}
         for split, shards in paths.items():
             latent_statistics = LatentStatistics(
                 store.latent_dim, self.counts[split] * store.latents_per_text

@@ -5,6 +5,7 @@ or with them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -60,6 +61,11 @@ class CodeState(DecodingState):
         """Return what to ask the model for logits at positions [M] of B * (N + 1)."""
         width = self.count + 1
         return TokenQuery(positions // width * self.count + positions % width)
+
+
+def code_state(strategy: TextStrategy) -> CodeState:
+    """The state of a strategy that `start_codes` made."""
+    return cast(CodeState, strategy.state)
 
 
 def start_codes(
@@ -172,7 +178,7 @@ def sample_codes(
                     progress(
                         done + len(rows) * codes_per_image - open_codes, count * codes_per_image
                     )
-            ids[torch.from_numpy(rows.copy())] = strategy.state.ids[..., 0].cpu()
+            ids[torch.from_numpy(rows.copy())] = code_state(strategy).ids[..., 0].cpu()
             done += len(rows) * codes_per_image
             finished += rows.tolist()
     return result
@@ -188,21 +194,21 @@ def _take_pass(
     interval: Sequence[float],
 ) -> None:
     """Choose, draw and write codes at some of positions [M]."""
-    times = strategy.timesteps()
-    logits = code_logits(model, tokens, real, strategy.state, times, positions)
+    state, times = code_state(strategy), strategy.timesteps()
+    logits = code_logits(model, tokens, real, state, times, positions)
     strategy.prepare(positions, logits)
     chosen = strategy.choose(positions, logits)
     positions, logits = positions[chosen], logits[chosen]
     guided = None
     if guidance != 1 and tokens is not None:
-        null = code_logits(model, None, None, strategy.state, times, positions)
-        code_times = times[positions // (strategy.state.count + 1)]
+        null = code_logits(model, None, None, state, times, positions)
+        code_times = times[positions // (state.count + 1)]
         scale = torch.where(
             (interval[0] <= code_times) & (code_times <= interval[1]), guidance, 1.0
         )[:, None]
         guided = null + scale * (logits - null)
         # Logits that were -inf in both became NaN.
-        strategy.state.exclude_special_tokens(guided)
+        state.exclude_special_tokens(guided)
     strategy.write(positions, logits, None, guided)
 
 
@@ -283,9 +289,9 @@ def sample_codes_and_texts(
                 places, positions = words.positions(), codes.positions()
                 out = model(
                     TextInputs(words.state.tokens, words.timesteps(), words.state.real),
-                    LatentInputs(codes.state.ids, codes.timesteps()),
+                    LatentInputs(code_state(codes).ids, codes.timesteps()),
                     TokenQuery(places),
-                    latent_query=codes.state.targets(positions),
+                    latent_query=code_state(codes).targets(positions),
                 )
                 words.fill(places, out.text.logits, observer if len(places) else None)
                 codes.fill(positions, pad_logits(out.latent.logits))
@@ -295,6 +301,6 @@ def sample_codes_and_texts(
             for row, text in zip(rows, words.state.texts()):
                 texts[row] = text
             assert not bool(codes.state.undecided.any())
-            ids[index] = codes.state.ids[..., 0].cpu()
+            ids[index] = code_state(codes).ids[..., 0].cpu()
             finished += rows
     return result
