@@ -83,10 +83,12 @@ def _parse(text: str, path: Path) -> tuple[list[Node], list[str]]:
     for line_number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1):
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        node = _read_line(line, line_number)
-        if isinstance(node, str):
-            problems.append(f"{path}:{line_number}: {node}")
-        elif first := next((n for n in nodes if n.name == node.name), None):
+        try:
+            node = _read_line(line, line_number)
+        except ValueError as problem:
+            problems.append(f"{path}:{line_number}: {problem}")
+            continue
+        if first := next((n for n in nodes if n.name == node.name), None):
             problems.append(f"{path}:{line_number}: {node.name} is already in line {first.line}")
         else:
             nodes.append(node)
@@ -128,15 +130,17 @@ def _read_bytes(path: Path) -> bytes:
         os.close(file)
 
 
-def _read_line(line: str, line_number: int) -> Node | str:
-    """Return the node, or the problem of the line."""
+def _read_line(line: str, line_number: int) -> Node:
+    """Return the node of a line; a ValueError says what is wrong with it."""
     name, *rest = line.split()
     if not _NAME.fullmatch(name):
-        return f"{name!r} is not a host name (a range, user, port or IPv6 address is none)"
+        raise ValueError(
+            f"{name!r} is not a host name (a range, user, port or IPv6 address is none)"
+        )
     slots = _SLOTS.fullmatch(" ".join(rest))
     if slots is None:
         found = repr(" ".join(rest)) if rest else "nothing"
-        return f"{found} after {name}, where slots=N of at least 1 is expected"
+        raise ValueError(f"{found} after {name}, where slots=N of at least 1 is expected")
     return Node(name, int(slots[1]), line_number)
 
 

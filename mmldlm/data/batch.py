@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mmldlm.data.batch_plan import GlobalBatch
-    from mmldlm.data.lengths import Lengths
+    from mmldlm.data.lengths import AnyLengths
 
 
 @dataclass(kw_only=True)
@@ -99,7 +99,7 @@ class Collator(Protocol):
         batch: GlobalBatch,
         slots: np.ndarray,
         samples: Any,
-        lengths: np.ndarray | Lengths,
+        lengths: AnyLengths,
     ) -> Batch:
         """Build the micro-batch at some slots of a global batch, on the CPU.
 

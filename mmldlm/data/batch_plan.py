@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mmldlm.data.lengths import Lengths
+from mmldlm.data.lengths import AnyLengths
 from mmldlm.utils.counter_rng import mix64
 
 # Number of positions in which every store of a mixture has its exact fraction.
@@ -224,7 +224,7 @@ class BatchPlan:
 
     def __init__(
         self,
-        lengths: np.ndarray | Lengths,
+        lengths: AnyLengths,
         global_batch: int,
         seed: int,
         bucket_batches: int = 64,

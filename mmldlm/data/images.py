@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont, ImageOps, UnidentifiedImageError
@@ -153,7 +153,8 @@ class _Depth:
                 f"16 bits a color with values to {white}: convert it to 8 bits a color"
             )
         if self.white is None and declared is None:
-            self._judge(int(np.asarray(image.convert("RGB")).max()) * 256 + 255)
+            extrema: Any = image.convert("RGB").getextrema()
+            self._judge(max(high for _, high in extrema) * 256 + 255)
 
     def _judge(self, peak: int) -> None:
         if self.peaks is not None:

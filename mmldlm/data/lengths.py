@@ -97,7 +97,7 @@ class Lengths:
             for start in range(0, len(part), _BLOCK):
                 yield part[start : start + _BLOCK]
 
-    def _of_stored(self, length: int) -> int:
+    def _of_stored(self, length: np.integer) -> int:
         """Return the length as used of a stored one: neither a cut nor EOS changes an order."""
         return int(self._as_used(np.asarray(length)))
 
@@ -106,3 +106,7 @@ class Lengths:
         if self._limit is not None:
             lengths = np.minimum(lengths, self._limit)
         return lengths + np.int32(self._extra)
+
+
+AnyLengths = np.ndarray | Lengths
+"""Tokens per sample as a batch plan and a collator read them. [N] int32"""

@@ -20,7 +20,7 @@ from mmldlm.data.batch_plan import BatchPlan, MixtureOrder, Order, SpacedOrder, 
 from mmldlm.data.codebook import check_ids
 from mmldlm.data.config import StoreDataConfig
 from mmldlm.data.image_codec import max_image_norm
-from mmldlm.data.lengths import Lengths
+from mmldlm.data.lengths import AnyLengths, Lengths
 from mmldlm.data.mixture import MixedStore
 from mmldlm.data.store import TOKENIZER_FOLDER, Store, check_latents
 from mmldlm.errors import UserError
@@ -50,8 +50,8 @@ class RunData(ABC):
     config: Config
     train: Any
     validation: Any
-    train_lengths: np.ndarray | Lengths
-    validation_lengths: np.ndarray | Lengths
+    train_lengths: AnyLengths
+    validation_lengths: AnyLengths
     source: str = "the task's data"
     notes: list[str] = field(default_factory=list)
 

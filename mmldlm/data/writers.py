@@ -168,8 +168,8 @@ class FilesSplit:
         groups: np.ndarray | None = None,
     ) -> None:
         """Write samples of texts, two files each; the arguments are the fields of `Block`."""
-        rows = not_none(documents)
-        for text, ids, latent, document in zip(texts, tokens, latents, rows, strict=True):
+        documents = not_none(documents)
+        for text, ids, latent, document in zip(texts, tokens, latents, documents, strict=True):
             index = self.summary["num_samples"]
             name = f"{self.split}_{index:09d}"
             record = {

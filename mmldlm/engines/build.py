@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from mmldlm.config.schema import Config
@@ -23,22 +24,20 @@ def build_engine(model: nn.Module, config: Config, plan: ParameterPlan) -> Engin
     """
     plan.set_requires_grad(model)
     kind = config.engine.kind
-    if kind == "single":
-        from mmldlm.engines.torch_engines import SingleEngine
+    engine_class: Callable[[nn.Module, Config, ParameterPlan], Engine]
+    if kind in ("single", "ddp"):
+        from mmldlm.engines.torch_engines import DdpEngine, SingleEngine
 
-        engine: Engine = SingleEngine(model, config, plan)
-    elif kind == "ddp":
-        from mmldlm.engines.torch_engines import DdpEngine
-
-        engine = DdpEngine(model, config, plan)
+        engine_class = SingleEngine if kind == "single" else DdpEngine
     elif kind == "fsdp":
         from mmldlm.engines.fsdp import FsdpEngine
 
-        engine = FsdpEngine(model, config, plan)
+        engine_class = FsdpEngine
     else:
         from mmldlm.engines.deepspeed import DeepSpeedEngine
 
-        engine = DeepSpeedEngine(model, config, plan)
+        engine_class = DeepSpeedEngine
+    engine = engine_class(model, config, plan)
     if config.optimizer.kind == "muon":
         from mmldlm.engines.muon import attach_muon
 

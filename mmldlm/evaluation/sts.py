@@ -256,12 +256,11 @@ class StsReport(Report):
             Interval(
                 name,
                 row["spearman"]["value"],
-                low,
-                high,
+                row["spearman"]["ci95"][0],
+                row["spearman"]["ci95"][1],
                 _MODEL if name.startswith("model") else _FLOOR,
             )
             for name, row in self.rows.items()
-            for low, high in [row["spearman"]["ci95"]]
         ]
         caption = "How well similarities rank pairs as people do. Right is better."
         return [section("Plot", interval_plot(intervals, "Spearman", caption))]

@@ -654,7 +654,9 @@ class MultimodalMMDiT(BaseTransformer):
         prediction = self.latent_head(rows, condition).float()
         # The prediction has the shape of the latents, [B, D] where that was given.
         if latents is None or latents.values.dim() == 2:
-            prediction = prediction[:, 0]
+            # Of one latent a view, whose gradient is one too: a slice's is a copy.
+            only = prediction.shape[1] == 1
+            prediction = prediction.squeeze(1) if only else prediction[:, 0]
         return prediction
 
     # -- parameters and files

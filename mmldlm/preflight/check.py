@@ -65,7 +65,7 @@ def skip(why: str, node: str = "") -> Result:
 
 
 Results = Iterator[Result]  # of a check that yields one per node, pair or problem
-Function = Callable[[Context], Iterable[Result] | Result]
+CheckFunction = Callable[[Context], Iterable[Result] | Result]
 
 
 @dataclass(frozen=True)
@@ -85,17 +85,17 @@ class Check:
     level: int
     scope: str
     title: str
-    function: Function
+    function: CheckFunction
 
 
 _REGISTRY: dict[str, Check] = {}
 
 
-def check(id: str, level: int, scope: str, title: str) -> Callable[[Function], Function]:
+def check(id: str, level: int, scope: str, title: str) -> Callable[[CheckFunction], CheckFunction]:
     """Register a check (decorator). An id never changes its meaning and is never reused."""
     assert scope in SCOPES and 0 <= level <= 4
 
-    def register(function: Function) -> Function:
+    def register(function: CheckFunction) -> CheckFunction:
         assert id not in _REGISTRY or _REGISTRY[id].function.__module__ == function.__module__, (
             f"{id} is taken"
         )

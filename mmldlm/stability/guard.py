@@ -33,7 +33,7 @@ class StepDecision:
 
 
 def nonfinite_word(value: float) -> str:
-    """Return NaN or Inf for a log. (DeepSpeed's norm is Inf for both.)"""
+    """Return NaN or Inf for a log. (The norm of ZeRO-1 to 3 is Inf for both.)"""
     return "NaN" if math.isnan(value) else "Inf"
 
 

@@ -2,7 +2,8 @@
 candidates of the text head.
 
 Draws are functions of (seed, epoch, sample, slot), those of modes and timesteps of (seed, epoch,
-global batch, slot): never of ranks, micro-batches or call order.
+global batch, slot): never of ranks or call order. Candidates of the text head are drawn per global
+batch, and joined by a micro-batch's own targets.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from mmldlm.data.batch import Batch
 from mmldlm.data.batch_plan import GlobalBatch, permute
+from mmldlm.data.lengths import AnyLengths
 from mmldlm.data.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.diffusion.timesteps import low_discrepancy, stretch
@@ -43,13 +45,13 @@ class GlobalCounts:
     """
 
     def __init__(self) -> None:
-        self._last: tuple[GlobalBatch, np.ndarray, dict[str, int]] | None = None
+        self._last: tuple[GlobalBatch, AnyLengths, dict[str, int]] | None = None
 
     def __call__(
         self,
         batch: GlobalBatch,
-        lengths: np.ndarray,
-        count: Callable[[GlobalBatch, np.ndarray], dict[str, int]],
+        lengths: AnyLengths,
+        count: Callable[[GlobalBatch, AnyLengths], dict[str, int]],
     ) -> dict[str, int]:
         """Return count(batch, lengths), of the last call where it was for the same batch."""
         # Read and written as one tuple, because a prefetch thread may ask at the same time. The
@@ -143,7 +145,7 @@ class RowReader:
         self.nan_to_num, self.zero_ok = nan_to_num, False
 
     def read(
-        self, samples: Any, ids: np.ndarray, slots: np.ndarray, num_real: int, lengths: np.ndarray
+        self, samples: Any, ids: np.ndarray, slots: np.ndarray, num_real: int, lengths: AnyLengths
     ) -> tuple[Rows, np.ndarray, list[dict]]:
         """Read the rows; return them, which of them are unusable, and the reports of Batch.bad.
 
@@ -385,11 +387,11 @@ class StoreCollator(ABC):
         """
 
     @abstractmethod
-    def _count(self, batch: GlobalBatch, lengths: np.ndarray) -> dict[str, int]:
+    def _count(self, batch: GlobalBatch, lengths: AnyLengths) -> dict[str, int]:
         """Return the counts of a global batch, equal on every rank."""
 
     def collate(
-        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
+        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: AnyLengths
     ) -> Any:
         """Build a micro-batch; see Collator.
 

@@ -18,7 +18,7 @@ import numpy as np
 from mmldlm.config import load
 from mmldlm.config.schema import Config
 from mmldlm.config.task_names import TASK_NAMES
-from mmldlm.data.lengths import Lengths
+from mmldlm.data.lengths import AnyLengths
 from mmldlm.data.run_data import RunData
 from mmldlm.errors import UserError
 from mmldlm.tasks.base import Task
@@ -190,7 +190,7 @@ def open_run_data(config: Config) -> RunData:
     for name in ("train_lengths", "validation_lengths"):
         lengths = getattr(data, name)
         if not (
-            isinstance(lengths, np.ndarray | Lengths)
+            isinstance(lengths, AnyLengths)
             and lengths.ndim == 1
             and np.issubdtype(lengths.dtype, np.integer)
         ):

@@ -14,7 +14,7 @@ import torch
 from mmldlm.config.schema import Config
 from mmldlm.data.batch import Collator
 from mmldlm.data.batch_plan import BatchPlan, Order
-from mmldlm.data.lengths import Lengths
+from mmldlm.data.lengths import AnyLengths
 from mmldlm.data.loader import MicroBatches, iterate_items
 from mmldlm.data.run_data import RunData
 from mmldlm.engines.base import Engine
@@ -62,7 +62,7 @@ class _WholeSplit(BatchPlan):
     place among them, whatever the number of ranks and the size of the micro-batches.
     """
 
-    def __init__(self, lengths: np.ndarray | Lengths, order: Order, micro: int, world_size: int):
+    def __init__(self, lengths: AnyLengths, order: Order, micro: int, world_size: int):
         self.accum = -(-order.count // (micro * world_size))
         padded = self.accum * micro * world_size
         super().__init__(lengths, padded, seed=0, shuffle=False, order=order)

@@ -176,7 +176,7 @@ def evaluate(session: Session) -> bool:
 def log_report(session: Session, report: StepReport) -> None:
     """Write everything that is logged of a step.
 
-    Collective where samples were bad or the step was skipped.
+    Collective where samples were bad, or the step was skipped for another reason than an overflow.
     """
     logger, folder = session.logger, session.run.folder
     cost = session.timer.step(
@@ -324,5 +324,5 @@ class SaveSchedule:
         self.is_due = self.is_due and not due.save
 
     def reset(self) -> None:
-        """Forget a postponed checkpoint: a rollback has saved one."""
+        """Forget what was due: a rollback has saved a checkpoint."""
         self.is_due = False

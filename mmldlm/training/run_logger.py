@@ -286,7 +286,7 @@ class RunLogger:
             f"; `mmldlm replay {folder.path} {step}` traces its cause" if path is not None else ""
         )
         message = f"step {step} skipped on all ranks: {decision.reason}{rank_suffix}{hint}"
-        # Finite numbers: a spike, or a batch without a usable sample.
+        # An overflow only lowers the loss scale; finite numbers are a spike, or no usable sample.
         if decision.is_overflow or (math.isfinite(loss) and math.isfinite(grad_norm)):
             folder.warning(message)
         else:

@@ -35,6 +35,7 @@ from mmldlm.errors import UserError
 from mmldlm.utils.atomic_files import sha256_of
 from mmldlm.utils.formatting import first_line, join_some
 from mmldlm.utils.paths import without_folders
+from mmldlm.utils.validation import not_none
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _IDENTITY_OPTIONS = ("pooling", "normalize", "max_length")
@@ -131,8 +132,9 @@ class Encoder:
         )
         if spec.lower_case:
             lower_case_first(self._tokenizer, subject)
-        self.max_length = _max_length(spec, self.transformer_folder, self._tokenizer, options)
-        self.spec = replace(spec, max_length=self.max_length)
+        self.spec = replace(
+            spec, max_length=_max_length(spec, self.transformer_folder, self._tokenizer, options)
+        )
         try:
             with no_loading_bar():
                 self._model = _load(self.transformer_folder, spec.architecture, DTYPES[self.dtype])
@@ -315,6 +317,11 @@ class Encoder:
     def num_tokens(self, texts: Sequence[str]) -> list[int]:
         """Return the tokens that the encoder reads of each text, special tokens counted."""
         return [len(ids) for ids in self._tokenize(texts)[0]]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of a text that the encoder reads, special tokens and the prefix included."""
+        return not_none(self.spec.max_length)
 
     @property
     def max_text_tokens(self) -> int:

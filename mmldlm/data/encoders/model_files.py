@@ -311,17 +311,17 @@ def _read_vae(name: str, folder: Path, source: str) -> VaeFiles:
         raise UserError(expected, str(found)[:100], fix)
     if not any((folder / weights).is_file() for weights in _VAE_WEIGHTS):
         raise UserError(expected, "no weights", fix)
-    stages, latent, channels = (
-        config.get(key) for key in ("block_out_channels", "latent_channels", "in_channels")
-    )
+    names = ("block_out_channels", "latent_channels", "in_channels", "out_channels")
+    sizes: list[Any] = [config.get(name) for name in names]
+    stages, latent, channels, out_channels = sizes
+    # diffusers reports 3.0 or true as damage of the weights.
     if not (
         isinstance(stages, list)
         and stages
-        and isinstance(latent, int)
+        and all(type(size) is int for size in (*stages, latent, channels, out_channels))
         and latent > 0
-        and isinstance(channels, int)
         and channels in (1, 3)
-        and config.get("out_channels") == channels
+        and out_channels == channels
     ):
         found = f"block_out_channels {stages}, latent_channels {latent}, in_channels {channels}"
         raise UserError(f"{expected} with the same 1 or 3 channels in and out", found[:200], fix)

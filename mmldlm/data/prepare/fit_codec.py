@@ -5,9 +5,9 @@ codebook.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -50,21 +50,19 @@ def fit_codec(
     """
     num_latents = (options.image_size // options.patch_size) ** 2
     values = options.patch_size**2 * options.channels
-    codec = ImageCodec(
-        options.image_size, options.patch_size, options.channels, "pixels", num_latents, values
-    )
+    shape = options.image_size, options.patch_size, options.channels
     if options.latents == "pixels":
-        return codec
+        return ImageCodec(*shape, "pixels", num_latents, values)
     if options.num_components is not None:
         path, basis = folder / BASIS, _fit_basis(options, shards, rows, console)
         _write(path, basis)
         dim = options.num_components // num_latents
-        return replace(codec, latents="pca", latent_dim=dim, basis=basis, basis_file=path)
+        return ImageCodec(*shape, "pca", num_latents, dim, basis=basis, basis_file=path)
     with console.status("fitting the codes of patches"):
         codebook = _fit_codebook(options, shards, rows)
     _write(folder / CODEBOOK, codebook.as_float32())
     codebook = Codebook(codebook.kind, codebook.values, folder / CODEBOOK)
-    return replace(codec, latents="codes", latent_dim=1, codebook=codebook)
+    return ImageCodec(*shape, "codes", num_latents, 1, codebook=codebook)
 
 
 def _fit_basis(
@@ -212,7 +210,9 @@ def fit_components(blocks: Iterable[np.ndarray], count: int) -> tuple[np.ndarray
         float32 [M + 1, S * S * C], the mean and then the components, each with its largest entry
         positive; and the fraction of the variance that they explain.
     """
-    num, total, products = 0, np.zeros(1), np.zeros(1)
+    num = 0
+    total: Any = 0.0
+    products: Any = 0.0
     for block in blocks:
         flat = block.reshape(len(block), -1).astype(np.float64)
         num, total, products = num + len(flat), total + flat.sum(0), products + flat.T @ flat

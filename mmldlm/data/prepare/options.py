@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -289,13 +289,16 @@ class ImageOptions:
         return {key: value for key, value in values.items() if value is not None}
 
 
+_SHAPE = ("image_size", "patch_size", "channels")
+
+
 @dataclass
 class CompleteImageOptions(ImageOptions):
     """Options of which the shape of an image and of its patches is known (`complete_options`)."""
 
-    image_size: int = 32
-    patch_size: int = 8
-    channels: int = 3
+    image_size: int = field(kw_only=True)
+    patch_size: int = field(kw_only=True)
+    channels: int = field(kw_only=True)
 
 
 def complete_options(options: ImageOptions) -> CompleteImageOptions:
@@ -320,8 +323,8 @@ def complete_options(options: ImageOptions) -> CompleteImageOptions:
 def _with_shape(
     options: ImageOptions, size: int, patch: int, channels: int
 ) -> CompleteImageOptions:
-    shape = {"image_size": size, "patch_size": patch, "channels": channels}
-    return CompleteImageOptions(**{**vars(options), **shape})
+    others = {key: value for key, value in vars(options).items() if key not in _SHAPE}
+    return CompleteImageOptions(**others, image_size=size, patch_size=patch, channels=channels)
 
 
 def _complete_for_vae(options: ImageOptions, vae: VaeFiles) -> CompleteImageOptions:

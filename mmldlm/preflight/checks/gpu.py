@@ -258,17 +258,16 @@ def _occupation(gpu: dict) -> tuple[str, str, str] | None:
 @check("GPU005", 2, "node", "same GPUs and driver")
 def gpus_are_alike(context: Context) -> Results:
     """GPU models and driver are those of the majority, and a node has GPUs of one model."""
-    by_node = {
-        name: {
-            "models": sorted({gpu["name"] for gpu in facts["gpus"] if not gpu.get("lost")}),
-            "driver": facts["driver"],
-        }
-        for name, facts in context.probe_values("gpus").items()
-        if facts.get("gpus")
-    }
+    by_node = {}
+    for name, facts in context.probe_values("gpus").items():
+        used = (facts.get("gpus") or ())[: context.slots(name)]
+        if used:
+            models = sorted({gpu["name"] for gpu in used if not gpu.get("lost")})
+            by_node[name] = {"models": models, "driver": facts["driver"]}
     if not by_node:
         yield skip("no node has GPUs")
-    usual = majority(by_node)
+    alike = {name: node for name, node in by_node.items() if len(node["models"]) == 1}
+    usual = majority(alike or by_node)
     for name, node in by_node.items():
         measured, expected = (
             f"{' and '.join(n['models']) or 'no answer'}, driver {n['driver']}"

@@ -97,7 +97,7 @@ def versions_agree(context: Context) -> Results:
 
 def _versions_fix(differ: dict[str, str | None], usual: dict[str, str | None]) -> str:
     """How a node whose versions differ gets the usual ones."""
-    packages = [key for key in differ if key in PACKAGES]
+    packages = [key for key in differ if key in PACKAGES and key != "mmldlm"]
     wanted = [f"{key}=={usual[key]}" for key in packages if usual[key]]
     unwanted = [key for key in packages if not usual[key]]
     steps = []
@@ -109,6 +109,10 @@ def _versions_fix(differ: dict[str, str | None], usual: dict[str, str | None]) -
         steps.append(f"pip install -c constraints.txt {' '.join(wanted)}")
     if unwanted:
         steps.append(f"pip uninstall {' '.join(unwanted)}")
+    if "mmldlm" in differ:
+        steps.append("install mmldlm from the same checkout or wheel as on the others")
+    if "+" in (usual["torch"] or "") and "torch" in differ:  # 2.13.0+cu130: not of PyPI
+        steps.append("torch from the same index as on the others")
     if "nccl" in differ and "torch" not in differ:
         steps.append("install torch from the same index as on the others: its wheel brings NCCL")
     return "; ".join(steps)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from mmldlm.data.batch import Batch
 from mmldlm.data.batch_plan import GlobalBatch
+from mmldlm.data.lengths import AnyLengths
 from mmldlm.data.store import Rows
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
@@ -141,7 +142,7 @@ class TextCollator(StoreCollator):
         timesteps, and the scored positions with targets and weights.
         """
 
-    def _count(self, batch: GlobalBatch, lengths: np.ndarray) -> dict[str, int]:
+    def _count(self, batch: GlobalBatch, lengths: AnyLengths) -> dict[str, int]:
         """Return the text tokens and texts of a global batch."""
         return {"text_tokens": int(lengths[batch.ids].sum()), "texts": len(batch.ids)}
 

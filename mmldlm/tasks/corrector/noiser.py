@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.data.batch_plan import GlobalBatch
+from mmldlm.data.lengths import AnyLengths
 from mmldlm.tasks.corrector.config import CorrectorConfig
 from mmldlm.tasks.corrector.hypotheses import SplitHypotheses
 from mmldlm.tasks.corrector.model import Hypotheses
@@ -60,7 +61,7 @@ class CorrectorNoiser(Noiser):
         self.hypothesis_share = config.training.hypothesis_share if in_training else 1.0
 
     def collate(
-        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
+        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: AnyLengths
     ) -> CorrectorBatch:
         noised = super().collate(batch, slots, samples, lengths)
         assert isinstance(noised, CorrectorBatch)

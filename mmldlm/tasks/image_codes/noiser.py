@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmldlm.data.batch_plan import GlobalBatch
+from mmldlm.data.lengths import AnyLengths
 from mmldlm.data.store import Rows
 from mmldlm.diffusion import MaskedDiffusion
 from mmldlm.tasks.collation import RowReader
@@ -58,8 +59,8 @@ class CodeReader(RowReader):
 class CodeNoiser(ImageNoiser):
     """Collator of the image_codes task.
 
-    Of the N ids of an image exactly k = ceil(t N) are replaced by [MASK], id num_codes, and each
-    is scored with weight N / k: `MaskedDiffusion.corrupt_count`, so that the loss is a bound
+    Of the N ids of an image exactly k = floor(t N) + 1 are replaced by [MASK], id num_codes, and
+    each is scored with weight N / k: `MaskedDiffusion.corrupt_count`, so that the loss is a bound
     (NELBO) on -log p(image | caption).
     """
 
@@ -71,7 +72,7 @@ class CodeNoiser(ImageNoiser):
         self.reader = CodeReader(self.num_codes, self.reader.vocab_size)
 
     def collate(
-        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
+        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: AnyLengths
     ) -> TranslationBatch:
         noised = super().collate(batch, slots, samples, lengths)
         noised.counts["codes"] = noised.counts.pop("latents")

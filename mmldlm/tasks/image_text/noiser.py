@@ -9,6 +9,7 @@ import numpy as np
 
 from mmldlm.data.batch_plan import GlobalBatch
 from mmldlm.data.image_codec import ImageCodec, draw_shifts, shift_latents
+from mmldlm.data.lengths import AnyLengths
 from mmldlm.data.store import Rows
 from mmldlm.tasks.translation.noiser import L2T, Noiser, PaddedSamples, TranslationBatch
 
@@ -44,7 +45,7 @@ class ImageNoiser(Noiser):
         self.counts_images = config.model.latent_grids is not None
 
     def collate(
-        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
+        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: AnyLengths
     ) -> TranslationBatch:
         noised = super().collate(batch, slots, samples, lengths)
         if self.counts_images:

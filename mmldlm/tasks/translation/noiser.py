@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmldlm.data.batch import Batch
 from mmldlm.data.batch_plan import GlobalBatch
+from mmldlm.data.lengths import AnyLengths
 from mmldlm.data.store import Rows
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, shift, stretch
@@ -214,7 +215,7 @@ class Noiser(StoreCollator):
         offsets = counter_generator(self.seed, batch.epoch, batch.index, 0, BATCH_STREAM).random(3)
         return slot_uniforms(self.seed, batch, slots, stream, float(offsets[stream]))
 
-    def _count(self, batch: GlobalBatch, lengths: np.ndarray) -> dict[str, int]:
+    def _count(self, batch: GlobalBatch, lengths: AnyLengths) -> dict[str, int]:
         """Return the text tokens, texts and samples with latents (of all modes that score them) of
         a global batch.
         """
@@ -227,7 +228,7 @@ class Noiser(StoreCollator):
         }
 
     def collate(
-        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: np.ndarray
+        self, batch: GlobalBatch, slots: np.ndarray, samples: Any, lengths: AnyLengths
     ) -> TranslationBatch:
         noised = super().collate(batch, slots, samples, lengths)
         noised.counts["latents"] *= math.prod(noised.latent_clean.shape[1:-1])

@@ -87,10 +87,9 @@ class TranslationObjective:
             metrics: fp32 scalars, detached: text_nelbo_sum (nats, with the weights of the NELBO),
                 text_correct (masked positions predicted right), text_masked (masked positions),
                 text_logits (logits computed under text_candidates, else 0), latent_error_sum
-                (`GaussianProcess`'s error of a latent: with x0, its mean over the dimensions),
-                latent_cosine_sum (cosine of the x0 estimate with
-                the clean latent), latent_scored, {name}_sum of each of the diagnostics of the
-                latents' process, length_nll_sum, length_scored, loss.
+                (error of the prediction, of two predictions their sum), latent_cosine_sum (cosine
+                of the x0 estimate with the clean latent), latent_scored, {name}_sum of each of the
+                diagnostics of the latents' process, length_nll_sum, length_scored, loss.
         """
         weights = training_weights(batch.text_weights, self.loss)
         if self.loss.text_loss_clamp is not None:

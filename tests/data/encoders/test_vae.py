@@ -196,11 +196,15 @@ def test_what_contradicts_the_autoencoder_is_refused(vae, tmp_path, more, expect
     assert not (tmp_path / "s").exists()
 
 
-def test_channels_that_are_no_integer_are_refused(folder, tmp_path):
+@pytest.mark.parametrize(
+    "changes",
+    [{"in_channels": 3.0, "out_channels": 3.0}, {"out_channels": 3.0}, {"latent_channels": True}],
+)
+def test_channels_that_are_no_integer_are_refused(folder, tmp_path, changes):
     """diffusers fails on them, which was reported as damaged weights."""
     copy = shutil.copytree(folder, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text(encoding="utf-8"))
-    config |= {"in_channels": 3.0, "out_channels": 3.0}
+    config |= changes
     (copy / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(UserError, match="1 or 3 channels"):
         find_vae(str(copy))

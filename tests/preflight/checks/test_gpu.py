@@ -73,13 +73,19 @@ def test_another_driver_warns_on_the_odd_node():
 
 
 def test_a_node_of_two_gpu_models_warns():
-    mixed = gpus(gpu(), {**gpu(), "name": "NVIDIA A100-SXM4-40GB"})
-    found = run("GPU005", make_context(gpus={"a": gpus(gpu()), "b": mixed, "c": gpus(gpu())}))
+    alike, mixed = gpus(gpu(), gpu()), gpus(gpu(), {**gpu(), "name": "NVIDIA A100-SXM4-40GB"})
+    found = run("GPU005", make_context(slots=2, gpus={"a": alike, "b": mixed, "c": alike}))
     assert [found[name].status for name in "abc"] == [PASS, WARN, PASS]
     assert "A100" in found["b"].measured and "A100" not in found["b"].expected
+    # A mixed node is not the usual one, even where the others are few.
+    found = run("GPU005", make_context(slots=2, gpus={"a": mixed, "b": mixed, "c": alike}))
+    assert [found[name].status for name in "abc"] == [WARN, WARN, PASS]
     # Where all nodes are so, each of them is as slow as its slowest GPU.
-    everywhere = run("GPU005", make_context(gpus=mixed)).values()
+    everywhere = run("GPU005", make_context(slots=2, gpus=mixed)).values()
     assert {node.status for node in everywhere} == {WARN}
+    # A GPU behind the slots serves no rank.
+    unused = run("GPU005", make_context(slots=1, gpus=mixed)).values()
+    assert {node.status for node in unused} == {PASS}
 
 
 def test_an_unanswered_question_is_a_failure_and_not_a_cpu_run():

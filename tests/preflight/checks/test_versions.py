@@ -50,11 +50,15 @@ def test_a_lesser_package_only_warns():
             "install torch from the same index as on the others: its wheel brings NCCL",
         ),
         ({"nccl": "2.20.5", "torch": "2.12.0"}, "pip install -c constraints.txt torch==2.13.0"),
+        (
+            {"mmldlm": "0.1.0"},
+            "install mmldlm from the same checkout or wheel as on the others",
+        ),
     ],
 )
-def test_the_fix_installs_only_what_pip_has(changes, fix):
-    usual = versions(nccl="2.19.3", mpi4py=None)
-    own = versions(**{"nccl": "2.19.3", "mpi4py": None, **changes})
+def test_the_fix_says_where_each_version_comes_from(changes, fix):
+    shared = {"nccl": "2.19.3", "mpi4py": None, "mmldlm": "0.2.0"}
+    usual, own = versions(**shared), versions(**{**shared, **changes})
     found = run("VER001", make_context(versions={"a": usual, "b": usual, "c": own}))
     assert found["c"].fix == f"on c: {fix}"
 

@@ -34,7 +34,7 @@ def test_words_of_the_same_neighbors_have_the_same_vectors():
     assert not vectors[7].any() and not vectors[0].any()
 
 
-def test_the_scored_share_of_the_largest_gamma_is_a_number():
+def test_the_scored_fraction_of_the_largest_gamma_is_a_number():
     def share(gamma):
         config = load_config("hdlm", None, [*TINY, f"text_diffusion.gamma={gamma}"])
         return HdlmTask().scored_fraction(config)
