@@ -235,6 +235,12 @@ def examine(folder: Path | str, checksums: bool = True, tails: bool = False) -> 
     return examination
 
 
+def verify(folder: Path | str, checksums: bool = True) -> list[str]:
+    """Return all findings of `examine` in one list; empty if every file is as it was saved."""
+    examination = examine(folder, checksums)
+    return [*examination.problems, *examination.descriptions]
+
+
 def is_as_saved(folder: Path, name: str) -> bool:
     """Return whether one (small) file of a checkpoint matches the manifest, or is not listed in
     it.

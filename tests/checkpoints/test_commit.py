@@ -25,7 +25,7 @@ from mmldlm.checkpoints.locate import (
     locate_checkpoint,
     read_link,
 )
-from mmldlm.checkpoints.manifest import examine, is_as_saved, read_manifest
+from mmldlm.checkpoints.manifest import is_as_saved, read_manifest, verify
 from mmldlm.checkpoints.retention import prune, set_aside_after
 from mmldlm.distributed.collectives import Ranks
 from mmldlm.errors import UserError
@@ -41,12 +41,6 @@ DISK_CALLS = [
     (os, "rmdir"),
     (shutil, "rmtree"),
 ]
-
-
-def verify(folder):
-    """Everything in which a checkpoint differs from its manifest."""
-    examination = examine(folder)
-    return [*examination.problems, *examination.descriptions]
 
 
 def write_files(folder, rank: int, content: str) -> list[Path]:

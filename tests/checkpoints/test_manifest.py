@@ -38,7 +38,7 @@ def test_a_file_without_size_or_checksum_is_damage(tmp_path, key, value):
     content = {"format": manifest.FORMAT, "version": manifest.VERSION, "files": {"a": entry}}
     path = tmp_path / manifest.MANIFEST
     path.write_text(json.dumps(content), encoding="utf-8")
-    assert manifest.examine(tmp_path).problems == []
+    assert manifest.verify(tmp_path) == []
     entry[key] = value
     path.write_text(json.dumps(content), encoding="utf-8")
     with pytest.raises(ValueError, match="is damaged: a without bytes, crc32, tail_crc32"):
