@@ -174,7 +174,7 @@ class Ours(Variant):
             "text_positions": batch.positions,
             "text_targets": batch.targets,
             "text_weights": 1 / batch.text_t[rows],
-            "text_rows": rows,
+            "text_samples": rows,
             "latent_targets": batch.latent_targets,
             "latent_clean": batch.latent_targets,
             "latent_weights": torch.ones(shape.batch, device=device),

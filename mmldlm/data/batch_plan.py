@@ -35,12 +35,12 @@ def permute(positions: np.ndarray, count: int, seed: int, epoch: int) -> np.ndar
     Returns:
         [P] int64 ids; over all positions every id appears once.
     """
-    half_bits = _U64(max(1, (max(count - 1, 1).bit_length() + 1) // 2))
-    low_mask = (_U64(1) << half_bits) - _U64(1)
+    half = max(1, (max(count - 1, 1).bit_length() + 1) // 2)
+    # Arrays: NumPy's scalars are slower, and warn when a product wraps.
+    half_bits, low_mask = np.array(half, _U64), np.array((1 << half) - 1, _U64)
     base = seed * 0x2545F4914F6CDD1D + epoch * _GOLDEN
-    rounds = np.array([(base + (i + 1) * _GOLDEN) & _LOW_64 for i in range(4)], dtype=_U64)
-    # Products of whole numbers of Python: those of NumPy scalars warn when they overflow.
-    keys = [_U64(int(key) * _GOLDEN & _LOW_64) for key in mix64(rounds)]
+    rounds = np.array([[(base + (i + 1) * _GOLDEN) & _LOW_64] for i in range(4)], dtype=_U64)
+    keys = mix64(rounds) * np.array(_GOLDEN, _U64)
     ids = positions.astype(_U64)
     todo = np.arange(len(ids))
     while len(todo):

@@ -38,7 +38,7 @@ from mmldlm.engines.torch_engines import SingleEngine
 from mmldlm.errors import UserError
 from mmldlm.observe.layer_stats import LayerStatsCollector
 from mmldlm.stability.guard import NO_USABLE_SAMPLE, Guard
-from mmldlm.stability.skipped_steps import bad_micro_batches, load_skipped_step
+from mmldlm.stability.skipped_steps import load_skipped_step, nonfinite_micro_batches
 from mmldlm.tasks.registry import build_config, find_task, open_run_data
 from mmldlm.training.state import TrainingState
 from mmldlm.training.step import StepContext, train_step
@@ -102,7 +102,11 @@ def replay_skipped_step(
     if is_clean(report):
         age = replay.num_steps_before
         advice = explain_clean(
-            run_dir, skipped, replay.is_exact, age, bad_micro_batches(skipped["micro_batches"])
+            run_dir,
+            skipped,
+            replay.is_exact,
+            age,
+            nonfinite_micro_batches(skipped["micro_batches"]),
         )
         print(for_screen(advice, sys.stdout))
     return report
@@ -112,7 +116,7 @@ def _run_dtypes(replay: Replay, dtypes: Sequence[str], max_samples: int) -> dict
     """Run the micro-batches of the step in every dtype; return the report."""
     skipped = replay.skipped
     print(f"weights  {replay.weights}")
-    entries = bad_micro_batches(skipped["micro_batches"]) or skipped["micro_batches"]
+    entries = nonfinite_micro_batches(skipped["micro_batches"]) or skipped["micro_batches"]
     subset = "with a bad loss" if len(entries) < len(skipped["micro_batches"]) else "of the step"
     print(f"running  {len(entries)} micro-batch(es) {subset}, of {len(skipped['micro_batches'])}")
     report = {

@@ -1,16 +1,11 @@
-"""DeepSpeed ZeRO 0 to 3: the engine, its overflow decision, and the slices of the weights and
-gradients that it keeps on a rank.
-"""
+"""The engine of DeepSpeed ZeRO 0 to 3."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import os
 import warnings
-from bisect import bisect_right
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +24,13 @@ from mmldlm.engines.deepspeed_config import (
     merged_config,
     resolve_stage,
 )
+from mmldlm.engines.deepspeed_shards import (
+    copy_masters_to_model,
+    local_partition,
+    master_shards,
+    zero_gradients,
+)
+from mmldlm.engines.deepspeed_step import StepControl
 from mmldlm.engines.optimizer import build_optimizer, scale_gradients, set_learning_rate
 from mmldlm.engines.parameter_plan import ParameterPlan
 from mmldlm.engines.shards import ParameterShard, full_shard
@@ -91,7 +93,7 @@ class DeepSpeedEngine(Engine):
         self._own_parameters = [
             parameter for group in self._own_groups for parameter in group["params"]
         ]
-        self._override = OverflowOverride(self.optimizer, self.stage) if self.stage > 0 else None
+        self._control = StepControl(self.optimizer, self.stage) if self.stage > 0 else None
         # DeepSpeed averages over ranks and accumulated micro-batches, but losses are terms of a
         # sum.
         self._undo_averaging = self.world_size * config.training.grad_accum_steps
@@ -107,18 +109,18 @@ class DeepSpeedEngine(Engine):
             shard.slice_of(shard.owner).copy_(values)
 
     def backward(self, loss: Tensor) -> None:
-        if self._override is not None:
+        if self._control is not None:
             # DeepSpeed's backward multiplies by it, and its step divides by it.
             self.optimizer.loss_scale = self.loss_scale
             self._engine.backward(loss * self._undo_averaging)
         else:
             self._engine.backward(loss * (self._undo_averaging * self.loss_scale))
         if not self._engine.is_gradient_accumulation_boundary():
-            self._engine.step()
+            self._engine.step()  # counts the micro-batch; updates nothing before the last one
 
     def grad_norm(self) -> Tensor:
-        if self._override is not None:
-            return self._override.grad_norm() / self.loss_scale
+        if self._control is not None:
+            return self._control.grad_norm() / self.loss_scale
         return (
             nn.utils.get_total_norm([p.grad for p in self._own_parameters if p.grad is not None])
             / self.loss_scale
@@ -126,15 +128,15 @@ class DeepSpeedEngine(Engine):
 
     def step(self, lr: float, grad_norm: float) -> None:
         set_learning_rate(self.optimizer, lr)
-        if self._override is not None:
-            self._override.set_skip(False, grad_norm * self.loss_scale)
+        if self._control is not None:
+            self._control.apply(grad_norm * self.loss_scale)
         else:
             scale_gradients(self._own_parameters, self._clip, grad_norm, self.loss_scale)
         self._engine.step()
 
     def discard_gradients(self) -> None:
-        if self._override is not None:
-            self._override.set_skip(True, math.inf)
+        if self._control is not None:
+            self._control.skip()
             with _silence_logging():
                 # DeepSpeed would log the skip a second time.
                 self._engine.step()
@@ -172,7 +174,7 @@ class DeepSpeedEngine(Engine):
     def gradient_shards(self) -> list[tuple[ParameterShard, Tensor | None]]:
         if self.stage == 0:
             return super().gradient_shards()
-        flat_gradients = _zero_gradients(self.optimizer, self.stage)
+        flat_gradients = zero_gradients(self.optimizer, self.stage)
         return [
             (shard, flat_gradients[id(shard.owner)].slice(shard.offset, shard.count))
             for shard in self.parameter_shards()
@@ -319,178 +321,3 @@ def import_deepspeed():
     # DeepSpeed asks whether an optimizer is its own Muon, and would load torch's compiler for it.
     compiler.compile = lambda: compiler.dummy_decorator
     return deepspeed
-
-
-class OverflowOverride:
-    """Overrides the overflow check of DeepSpeedZeroOptimizer, BF16_Optimizer or
-    DeepSpeedZeroOptimizer_Stage3.
-    """
-
-    def __init__(self, optimizer: Any, stage: int):
-        self.optimizer = optimizer
-        self.skip, self.norm = False, torch.zeros(())
-        if stage == 3:
-            from deepspeed.runtime.utils import combine_grad_norm_groups
-
-            norm_groups = optimizer._get_norm_groups
-            self._optimizer_norm = lambda: combine_grad_norm_groups(norm_groups())
-            optimizer._get_norm_groups = lambda: [self.norm]
-            optimizer._overflow_check_and_loss_scale_update = self._has_overflow_stage3
-        elif hasattr(optimizer, "single_partition_of_fp32_groups"):  # ZeRO-1 and 2
-            self._optimizer_norm = optimizer.scaled_global_norm
-            optimizer.scaled_global_norm = lambda *args, **kwargs: self.norm
-            optimizer.check_grad_overflow = True
-            optimizer.check_overflow = self._has_overflow
-        else:  # BF16_Optimizer
-            self._grads_for_norm = optimizer.get_grads_for_norm
-            self._optimizer_norm = self._norm_bf16
-            optimizer.get_grads_for_norm = self._grads_for_norm_bf16
-
-    def grad_norm(self) -> Tensor:
-        """Global L2 norm of the reduced gradients, 0-d, not finite if any element is not.
-
-        Collective.
-        """
-        norm = torch.as_tensor(self._optimizer_norm())
-        # Some of DeepSpeed's functions return -1 for a norm that is not finite.
-        return torch.where(norm < 0, torch.inf, norm)
-
-    def set_skip(self, skip: bool, norm: float) -> None:
-        """Decide what the next step() of the optimizer does."""
-        self.skip, self.norm = skip, torch.tensor(norm)
-
-    def _has_overflow(self, *args: Any, **kwargs: Any) -> None:
-        self.optimizer.overflow = self.skip
-
-    def _has_overflow_stage3(self, update_scale: bool = True) -> bool:
-        self.optimizer.overflow = self.skip
-        return (
-            self.optimizer._loss_scale_update_and_overflow_cleanup() if update_scale else self.skip
-        )
-
-    def _norm_bf16(self) -> Tensor:
-        from deepspeed.runtime.utils import get_global_norm_of_tensors
-
-        grads, _ = self._grads_for_norm()
-        return get_global_norm_of_tensors(input_tensors=grads, mpu=self.optimizer.mpu)
-
-    def _grads_for_norm_bf16(self, for_clipping: bool = False) -> Any:
-        if for_clipping:
-            return self._grads_for_norm(for_clipping=True)
-        return [torch.tensor(float("inf")) if self.skip else self.norm], {}
-
-
-def master_shards(
-    optimizer: Any, names: dict[Tensor, str], stage: int, rank: int
-) -> list[ParameterShard]:
-    """Shards of the fp32 masters that this rank updates.
-
-    Args:
-        optimizer: DeepSpeed's ZeRO optimizer.
-        names: Parameter -> name (DeepSpeedEngine.param_names).
-        stage: ZeRO stage, 1 to 3.
-        rank: Rank of this process.
-    """
-    if stage == 3:
-        return _stage3_shards(optimizer, names, rank)
-    if hasattr(optimizer, "single_partition_of_fp32_groups"):
-        # Under round_robin_gradients the flat order differs from the optimizer's.
-        groups = optimizer.round_robin_bit16_groups
-        flats = optimizer.single_partition_of_fp32_groups
-        offsets = optimizer.round_robin_bit16_offsets
-    else:
-        groups, flats = optimizer.bf16_groups, optimizer.fp32_groups_flat_partition
-        offsets = [[0, *accumulate(p.numel() for p in group)][:-1] for group in groups]
-    shards = []
-    for group, flat, starts in zip(groups, flats, offsets, strict=True):
-        low = rank * flat.numel()
-        for parameter, start in zip(group, starts, strict=True):
-            first = max(start, low)
-            count = min(start + parameter.numel(), low + flat.numel()) - first
-            if count > 0:
-                shape = tuple(parameter.shape)
-                shards.append(
-                    ParameterShard(
-                        names[parameter], shape, first - start, count, flat, first - low
-                    )
-                )
-    return shards
-
-
-def _stage3_shards(optimizer: Any, names: dict[Tensor, str], rank: int) -> list[ParameterShard]:
-    shards = []
-    for group, flat in zip(
-        optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True
-    ):
-        offset = 0
-        for parameter in group:
-            size = parameter.ds_tensor.ds_numel
-            shards.append(local_partition(names[parameter], parameter, flat, offset, rank))
-            offset += size
-        assert offset == flat.numel(), "a ZeRO-3 sub-group is not the sum of its partitions"
-    return [shard for shard in shards if shard.count]
-
-
-def local_partition(
-    name: str, parameter: Any, owner: Tensor, offset: int, rank: int
-) -> ParameterShard:
-    """This rank's partition of a ZeRO-3 parameter, at this offset in the owner."""
-    size = parameter.ds_tensor.ds_numel
-    count = max(0, min(size, parameter.ds_numel - rank * size))
-    return ParameterShard(
-        name, tuple(parameter.ds_shape), rank * size if count else 0, count, owner, offset
-    )
-
-
-def copy_masters_to_model(optimizer: Any, stage: int) -> None:
-    """Round the masters into the weights that the model computes with, on all ranks.
-
-    Collective.
-    """
-    if stage < 3:
-        optimizer.update_lp_params()
-        return
-    # Small parameters stay gathered between steps: release them, change the partitions, gather
-    # them again.
-    optimizer._partition_all_parameters()
-    for sub_group in range(len(optimizer.fp16_groups)):
-        optimizer._reassign_or_swap_out_partitioned_parameters(sub_group)
-    if optimizer.persistent_parameters:
-        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-
-
-class _ConcatView:
-    """A flat tensor that is stored as consecutive pieces."""
-
-    def __init__(self, pieces: list[Tensor]):
-        self.pieces = [piece.detach().reshape(-1) for piece in pieces]
-        self.starts = [0, *accumulate(piece.numel() for piece in self.pieces)]
-
-    def slice(self, offset: int, count: int) -> Tensor:
-        """Elements [offset, offset + count); a view if one piece holds them all."""
-        parts: list[Tensor] = []
-        end = offset + count
-        assert end <= self.starts[-1], "DeepSpeed's gradients do not cover its masters"
-        index = bisect_right(self.starts, offset) - 1
-        while not parts or self.starts[index] < end:
-            start = self.starts[index]
-            parts.append(self.pieces[index][max(offset - start, 0) : end - start])
-            index += 1
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _zero_gradients(optimizer: Any, stage: int) -> dict[int, _ConcatView]:
-    """id of each flat master -> its gradients, in the same layout (DeepSpeed 0.19.8)."""
-    if stage == 3:
-        flats, is_offloaded = optimizer.fp32_partitioned_groups_flat, optimizer.offload_optimizer
-    elif hasattr(optimizer, "single_partition_of_fp32_groups"):
-        flats, is_offloaded = optimizer.single_partition_of_fp32_groups, optimizer.cpu_offload
-    else:
-        flats = optimizer.fp32_groups_flat_partition
-        grads = optimizer.fp32_groups_gradient_flat_partition
-        return {id(flat): _ConcatView([grad]) for flat, grad in zip(flats, grads, strict=True)}
-    pieces = [
-        [flat.grad] if is_offloaded else optimizer.averaged_gradients[i]
-        for i, flat in enumerate(flats)
-    ]
-    return {id(flat): _ConcatView(parts) for flat, parts in zip(flats, pieces, strict=True)}

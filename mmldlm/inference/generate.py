@@ -436,7 +436,7 @@ def _sample_together(
 ) -> tuple[TextSamples, torch.Tensor]:
     count, steps = options.num_samples, options.num_steps
     assert options.sampler is not None
-    reads = STRATEGIES[options.sampler].reads()
+    reads = STRATEGIES[options.sampler].option_names()
     strategy_options = [
         key for key in STRATEGY_OPTIONS - {"num_steps"} if getattr(options, key) is not None
     ]
@@ -487,7 +487,7 @@ def _sample_chain(
     if drawn is not None:  # none of them has its text
         raise KeyboardInterrupt
     assert options.sampler is not None
-    if "num_steps" not in STRATEGIES[options.sampler].reads():
+    if "num_steps" not in STRATEGIES[options.sampler].option_names():
         options = dataclasses.replace(options, num_steps=None)
     more: dict[str, Any] = {} if recorder is None else {"recorder": recorder}
     more["progress"] = progress.start("writing their texts")

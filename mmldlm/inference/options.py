@@ -20,8 +20,8 @@ from mmldlm.sampling.settings import (
     MAX_TRACED_TEXTS,
     SOLVERS,
     BeamSettings,
+    CertaintySettings,
     DrawSettings,
-    RankedSettings,
     StepSettings,
     ThresholdSettings,
 )
@@ -253,7 +253,11 @@ def _of_kinds(
 
 
 def _of_sampler(settings: type, key: str, **reads: Any) -> Any:
-    """Return an option of some kinds that is declared in the settings of a sampler."""
+    """Return an option that is declared in the settings of a sampler.
+
+    Args:
+        reads: Kind of samples -> default of `mmldlm sample`; None: that of the settings class.
+    """
     return same_option(settings, key, reads.get("l2t"), {**_read_by(reads), "by_task": True})
 
 
@@ -362,8 +366,10 @@ class _SamplerOptions(Settings):
     presence_penalty: float | None = _of_sampler(
         DrawSettings, "presence_penalty", l2t=None, i2t=0.0
     )
-    spacing: float | None = _of_sampler(RankedSettings, "spacing", l2t=None, unconditional=None)
-    distinct: bool | None = _of_sampler(RankedSettings, "distinct", l2t=None, unconditional=None)
+    spacing: float | None = _of_sampler(CertaintySettings, "spacing", l2t=None, unconditional=None)
+    distinct: bool | None = _of_sampler(
+        CertaintySettings, "distinct", l2t=None, unconditional=None
+    )
     threshold: float | None = _of_sampler(
         ThresholdSettings, "threshold", l2t=None, unconditional=None
     )

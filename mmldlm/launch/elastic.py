@@ -30,8 +30,8 @@ from mmldlm.utils.streams import print_line
 ASK_SECONDS, ASK_AGAIN_SECONDS = 10.0, 120.0
 CHECK_SECONDS = 300.0
 # What a node must pass to return, beside one that trains: the checks of level 1, and those of
-# level 2 that compare it with the other. The rest concern the job, a script or what only costs
-# time, or would start a launcher.
+# level 2 that compare it with the other, also those that only warn. The rest concern the job, a
+# script or what only costs time, or would start a launcher.
 RETURN_CHECKS = (
     "DATA002", "CKPT001", "GPU001", "GPU002", "GPU003", "GPU004", "LIM001", "LIM002", "LIM003",
     "LIM004", "PROC001", "JIT001", "NET001", "NET002", "HOST004", "SSH001", "SSH002", "SSH003",

@@ -63,6 +63,7 @@ from mmldlm.models.packing import (
     pack,
     packed_values,
     ragged_kind,
+    rotate,
     row_positions,
     rows_of_positions,
     select_rows,
@@ -174,7 +175,7 @@ class LatentEncoder(nn.Module):
 
 class MMDiTBlock(nn.Module):
     """Joint attention over [text | latents] and one MLP per stream, under adaLN-Zero (DiT, arXiv
-    2212.09748).
+    2212.09748); docs/architecture.md has its equations.
 
     Linear layers have no biases: before `to_qkv` and `mlp_in` adaLN's shift does the same per
     sample, and large models train more stably without them (PaLM, arXiv 2204.02311).
@@ -216,35 +217,32 @@ class MMDiTBlock(nn.Module):
         Returns:
             The rows after the block, [R, H]; with output_packing [Q, H].
         """
-        outputs = packing if output_packing is None else output_packing
+        output_packing = packing if output_packing is None else output_packing
         if dropout is not None:
-            dropout = dropout.select(outputs.kept_rows)
+            dropout = dropout.select(output_packing.kept_rows)
         if self.runs_fused():
-            return self._forward_fused(rows, condition, packing, outputs, dropout, recompute)
+            return self._forward_fused(
+                rows, condition, packing, output_packing, dropout, recompute
+            )
 
         ends, width = packing.stream_ends, rows.shape[1]
         table = self.modulation(condition).unflatten(1, (len(ends), -1)).flatten(0, 1)
         shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = modulation_of_rows(
-            table, packing, outputs
+            table, packing, output_packing
         )
 
-        # Joint attention: queries and keys are normalized, then those with a position turn (RoPE).
         hidden = modulate(F.layer_norm(rows, (width,), eps=NORM_EPS), shift, scale)
         qkv = self.to_qkv(hidden, ends).view(len(rows), 3, self.n_heads, -1)
         queries_keys, values = qkv[:, :2], qkv[:, 2:]
         if self.qk_norm is not None:
             queries_keys = self.qk_norm(queries_keys, ends)
-        num_turned = packing.rotation.shape[0]
-        cos, sin = packing.rotation[:, 0, None, None].to(queries_keys.dtype).unbind(-1)
-        even, odd = queries_keys[:num_turned].unflatten(-1, (-1, 2)).unbind(-1)
-        turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
-        qkv = torch.cat([torch.cat([turned, queries_keys[num_turned:]]), values], dim=1)
-        mixed = to_rows(attend(to_positions(qkv, packing), packing), packing, outputs)
+        qkv = torch.cat([rotate(queries_keys, packing), values], dim=1)
+        mixed = to_rows(attend(to_positions(qkv, packing), packing), packing, output_packing)
 
-        ends = outputs.stream_ends
+        ends = output_packing.stream_ends
         attended = self.to_out(mixed, ends)
         attended = attended if dropout is None else dropout.drop(attended, ATTENTION)
-        rows = torch.addcmul(select_rows(rows, outputs), gate, attended)
+        rows = torch.addcmul(select_rows(rows, output_packing), gate, attended)
 
         hidden = modulate(F.layer_norm(rows, (width,), eps=NORM_EPS), mlp_shift, mlp_scale)
         outer = self.mlp_out(F.gelu(self.mlp_in(hidden, ends)), ends)
@@ -268,7 +266,7 @@ class MMDiTBlock(nn.Module):
         rows: Tensor,
         condition: Tensor,
         packing: Packing,
-        outputs: Packing,
+        output_packing: Packing,
         dropout: RowDropout | None,
         recompute: bool,
     ) -> Tensor:
@@ -278,7 +276,7 @@ class MMDiTBlock(nn.Module):
             self.to_out.weight, self.mlp_in.weight, self.mlp_out.weight,
         )  # fmt: skip
         low = product_dtype(weights.qkv)
-        call = BlockCall(packing, outputs, self.n_heads, dropout, low)
+        call = BlockCall(packing, output_packing, self.n_heads, dropout, low)
         # Decided here, because inside a Function the grad mode is always off.
         saves = torch.is_grad_enabled() and not recompute
         return FusedBlock.apply(rows, condition, call, saves, *weights)
@@ -433,19 +431,19 @@ class MultimodalMMDiT(BaseTransformer):
         query = TokenQuery() if query is None else query
         # Without positions all logits are computed, those of padding included.
         scored = query.positions
-        packed, packing = self._pack(text, encoded.tokens, leaves_padding=scored is not None)
+        computed, packing = self._pack(text, encoded.tokens, leaves_padding=scored is not None)
         text_rows = self.embed_text(
-            text, packed, packing, encoded, side_inputs if reads_text else None
+            text, computed, packing, encoded, side_inputs if reads_text else None
         )
         # Layout of the rows that a head reads.
-        outputs = packing
+        output_packing = packing
         if scored is not None:
-            read = rows_of_positions(scored, packed)
-            outputs = packing.restrict_to(read, not isinstance(latents, EncodedLatent))
-        dropout = self._dropout(dropout_keys, packed, text.tokens.shape[1], packing)
+            read = rows_of_positions(scored, computed)
+            output_packing = packing.restrict_to(read, not isinstance(latents, EncodedLatent))
+        dropout = self._dropout(dropout_keys, computed, text.tokens.shape[1], packing)
         rows = torch.cat([text_rows, encoded.tokens.flatten(0, 1)])
-        rows = self._run_blocks(rows, condition, packing, outputs, dropout)
-        text_rows, latent_rows = rows.tensor_split(outputs.stream_ends[:-1])
+        rows = self._run_blocks(rows, condition, packing, output_packing, dropout)
+        text_rows, latent_rows = rows.tensor_split(output_packing.stream_ends[:-1])
 
         latent_output = length_logits = scores = None
         if not isinstance(latents, EncodedLatent):
@@ -453,7 +451,7 @@ class MultimodalMMDiT(BaseTransformer):
             latent_output = self.latent_outputs(latent_rows, condition, latents, latent_query)
             length_logits = self._length_logits(encoded.pooled, encoded.timesteps)
         if reads_text:
-            sample = outputs.sample[: outputs.num_text]
+            sample = output_packing.sample[: output_packing.num_text]
             scores = self.text_head(text_rows, sample, condition, query)
             if scored is None and scores.logits is not None:
                 scores = scores._replace(logits=scores.logits.view(*text.tokens.shape, -1))
@@ -479,10 +477,10 @@ class MultimodalMMDiT(BaseTransformer):
     ) -> Tensor:
         """[B, C] sum of both timesteps' embeddings and the pooled latent."""
         if text_timesteps is None or latent_timesteps is None:
-            clean = torch.zeros(len(pooled), device=pooled.device)
+            zero = torch.zeros(len(pooled), device=pooled.device)
         return (
-            self.text_timestep(clean if text_timesteps is None else text_timesteps)
-            + self.latent_timestep(clean if latent_timesteps is None else latent_timesteps)
+            self.text_timestep(zero if text_timesteps is None else text_timesteps)
+            + self.latent_timestep(zero if latent_timesteps is None else latent_timesteps)
             + pooled
         )
 
@@ -529,7 +527,7 @@ class MultimodalMMDiT(BaseTransformer):
         return positions, packing
 
     def _dropout(
-        self, keys: Tensor | None, packed: Tensor | None, length: int, packing: Packing
+        self, keys: Tensor | None, computed: Tensor | None, length: int, packing: Packing
     ) -> RowDropout | None:
         """Dropout of all rows, where this pass has any."""
         rate = self.config.dropout if self.training else 0.0
@@ -537,7 +535,7 @@ class MultimodalMMDiT(BaseTransformer):
             return None
         if keys is None:
             raise ValueError("model.dropout needs dropout_keys in training (or model.eval())")
-        position = row_positions(packed, length, packing)
+        position = row_positions(computed, length, packing)
         return RowDropout.of_rows(keys, packing.sample, position, len(self.blocks), rate)
 
     def _run_blocks(
@@ -621,7 +619,7 @@ class MultimodalMMDiT(BaseTransformer):
     def embed_text(
         self,
         text: TextInputs,
-        packed: Tensor | None,
+        computed: Tensor | None,
         packing: Packing,
         encoded: EncodedLatent,
         side_inputs: Any,
@@ -630,12 +628,12 @@ class MultimodalMMDiT(BaseTransformer):
 
         Args:
             text: Texts of the batch.
-            packed: Positions in B * S of the rows; None: all. [N]
+            computed: Positions in B * S of the rows; None: all. [N]
             packing: Layout of the batch.
             encoded: Latents of the batch.
             side_inputs: Those of `forward`; None without a text.
         """
-        ids = packed_values(text.tokens, packed)
+        ids = packed_values(text.tokens, computed)
         return self.text_encoder(ids, packing.first_rows, text.is_null)
 
     def latent_outputs(

@@ -211,6 +211,17 @@ def select_rows(x: Tensor, output_packing: Packing) -> Tensor:
     return x if output_packing.kept_rows is None else x.index_select(0, output_packing.kept_rows)
 
 
+def rotate(queries_keys: Tensor, packing: Packing) -> Tensor:
+    """Turn (RoPE) queries and keys [R, 2, heads, head_dim] by the positions of their rows; the
+    last rows, of latents without a position, stay.
+    """
+    num_turned = packing.rotation.shape[0]
+    cos, sin = packing.rotation[:, 0, None, None].to(queries_keys.dtype).unbind(-1)
+    even, odd = queries_keys[:num_turned].unflatten(-1, (-1, 2)).unbind(-1)
+    turned = torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+    return torch.cat([turned, queries_keys[num_turned:]])
+
+
 def computed_text(text: TextInputs, leaves_padding: bool) -> tuple[Tensor | None, Tensor | None]:
     """Return which positions of the text [B, S] are computed ([N], None for all), and which may be
     attended to ([B, S] bool, None for all).
@@ -236,27 +247,27 @@ def computed_text(text: TextInputs, leaves_padding: bool) -> tuple[Tensor | None
     return positions, keys
 
 
-def packed_values(values: Tensor, packed: Tensor | None) -> Tensor:
-    """[N] values of the rows of the text, from [B, S]; packed [N]: their positions in B * S, None:
-    all.
+def packed_values(values: Tensor, computed: Tensor | None) -> Tensor:
+    """[N] values of the rows of the text, from [B, S]; computed [N]: their positions in B * S,
+    None: all.
     """
-    return values.flatten() if packed is None else values.flatten().index_select(0, packed)
+    return values.flatten() if computed is None else values.flatten().index_select(0, computed)
 
 
-def rows_of_positions(positions: Tensor, packed: Tensor | None) -> Tensor:
+def rows_of_positions(positions: Tensor, computed: Tensor | None) -> Tensor:
     """[M] index among the computed text tokens of positions in B * S.
 
     Args:
-        packed: Positions that are computed, ascending; None: all. [N]
+        computed: Positions that are computed, ascending; None: all. [N]
 
     Raises:
         ValueError: (on a CPU) a position that is not computed.
     """
-    if packed is None:
+    if computed is None:
         return positions
-    rows = torch.searchsorted(packed, positions.contiguous())
-    if packed.device.type == "cpu" and not torch.equal(
-        packed[rows.clamp_max(len(packed) - 1)], positions
+    rows = torch.searchsorted(computed, positions.contiguous())
+    if computed.device.type == "cpu" and not torch.equal(
+        computed[rows.clamp_max(len(computed) - 1)], positions
     ):
         raise ValueError("the query's positions name padding: only real tokens are computed")
     return rows

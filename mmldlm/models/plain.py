@@ -470,18 +470,18 @@ class PlainTransformer(BaseTransformer):
         query = TokenQuery() if query is None else query
         # Without positions all logits are computed, those of padding included.
         scored = query.positions
-        packed, mask = computed_text(text, leaves_padding=scored is not None)
-        rows = self._text_rows(tokens, packed)
+        computed, mask = computed_text(text, leaves_padding=scored is not None)
+        rows = self._text_rows(tokens, computed)
         prefix = encoded.tokens if self.config.conditioning == "prefix" else None
-        layout = self._lay_out(packed, mask, tokens, prefix, product_dtype(rows))
+        layout = self._lay_out(computed, mask, tokens, prefix, product_dtype(rows))
         if prefix is not None and layout.order is not None:
             both = torch.cat([prefix.flatten(0, 1).to(rows.dtype), rows])
             rows = both.index_select(0, layout.order)
         kept_rows = layout.text_rows
         if scored is not None:
-            text_rows = rows_of_positions(scored, packed)
+            text_rows = rows_of_positions(scored, computed)
             kept_rows = text_rows if kept_rows is None else kept_rows.index_select(0, text_rows)
-        dropout = self._dropout(dropout_keys, packed, tokens, prefix, layout)
+        dropout = self._dropout(dropout_keys, computed, tokens, prefix, layout)
         rows = self._run_blocks(rows, condition, layout, encoded, kept_rows, dropout)
 
         sample = layout.sample if kept_rows is None else layout.sample.index_select(0, kept_rows)
@@ -530,7 +530,7 @@ class PlainTransformer(BaseTransformer):
 
     def _lay_out(
         self,
-        packed: Tensor | None,
+        computed: Tensor | None,
         mask: Tensor | None,
         tokens: Tensor,
         prefix: Tensor | None,
@@ -541,7 +541,9 @@ class PlainTransformer(BaseTransformer):
         may_loop = not self._blocks_are_compiled
         num_prefix = 0 if prefix is None else prefix.shape[1]
         shape = (tokens.shape[0], tokens.shape[1])
-        layout = lay_out(packed, mask, shape, num_prefix, head_dim, dtype, tokens.device, may_loop)
+        layout = lay_out(
+            computed, mask, shape, num_prefix, head_dim, dtype, tokens.device, may_loop
+        )
         if self._blocks_are_compiled:
             # Else a batch of head_dim / 2 samples would be taken for the same size.
             torch._dynamo.mark_static(layout.rotation, [1, 2, 3])
@@ -550,7 +552,7 @@ class PlainTransformer(BaseTransformer):
     def _dropout(
         self,
         keys: Tensor | None,
-        packed: Tensor | None,
+        computed: Tensor | None,
         tokens: Tensor,
         prefix: Tensor | None,
         layout: Layout,
@@ -564,18 +566,18 @@ class PlainTransformer(BaseTransformer):
         num_prefix = 0 if prefix is None else prefix.shape[1]
         sites = 3 if self.config.conditioning == "cross_attention" else 2
         shape = (tokens.shape[0], tokens.shape[1])
-        position = row_positions(packed, shape, num_prefix, layout.order, tokens.device)
+        position = row_positions(computed, shape, num_prefix, layout.order, tokens.device)
         return RowDropout.of_rows(keys, layout.sample, position, len(self.blocks), rate, sites)
 
-    def _text_rows(self, tokens: Tensor, packed: Tensor | None) -> Tensor:
+    def _text_rows(self, tokens: Tensor, computed: Tensor | None) -> Tensor:
         """[N, H] embeddings of the text; a causal model reads it one position late."""
         if self.start_token is not None:
             tokens = nn.functional.pad(tokens[:, :-1], (1, 0))
-        rows = self.embed(packed_values(tokens, packed))
+        rows = self.embed(packed_values(tokens, computed))
         if self.start_token is None:
             return rows
         first = torch.arange(0, tokens.numel(), tokens.shape[1], device=tokens.device)
-        first = first if packed is None else torch.searchsorted(packed, first)
+        first = first if computed is None else torch.searchsorted(computed, first)
         return rows.index_copy(0, first, self.start_token.to(rows.dtype).expand(len(first), -1))
 
     def embed(self, ids: Tensor) -> Tensor:

@@ -98,7 +98,7 @@ class StepSettings(Settings):
 
 
 @dataclass(frozen=True)
-class RankedSettings(Settings):
+class CertaintySettings(Settings):
     """A sampler that fills the surest positions first."""
 
     spacing: float = option(
@@ -121,12 +121,12 @@ class RankedSettings(Settings):
 
 
 @dataclass(frozen=True)
-class ConfidenceSettings(RankedSettings, StepSettings):
+class ConfidenceSettings(CertaintySettings, StepSettings):
     """The sampler `confidence`."""
 
 
 @dataclass(frozen=True)
-class ThresholdSettings(RankedSettings):
+class ThresholdSettings(CertaintySettings):
     """The sampler `threshold`."""
 
     threshold: float = option(
@@ -156,7 +156,7 @@ MASKED_SAMPLERS: dict[str, type[Settings]] = {
 }
 """Samplers of masked diffusion (`sampling/strategies.py`)."""
 BY_CERTAINTY = tuple(
-    name for name, settings in MASKED_SAMPLERS.items() if issubclass(settings, RankedSettings)
+    name for name, settings in MASKED_SAMPLERS.items() if issubclass(settings, CertaintySettings)
 )
 """Samplers that fill the surest positions first."""
 BY_CHANCE = tuple(name for name in MASKED_SAMPLERS if name not in BY_CERTAINTY)

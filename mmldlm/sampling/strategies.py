@@ -79,7 +79,7 @@ class TextStrategy(ABC):
         self.state, self.diffusion, self.draw = state, diffusion, draw
         self.settings: Any = self.resolve(options or {})
         self.shared_schedule = shared_schedule
-        assert not shared_schedule or "num_steps" in self.reads(), "no schedule to share"
+        assert not shared_schedule or "num_steps" in self.option_names(), "no schedule to share"
         self.temperature = (
             self.default_temperature if draw.temperature is None else draw.temperature
         )
@@ -87,12 +87,11 @@ class TextStrategy(ABC):
         lengths, width = state.lengths, state.tokens.shape[1]
         self.uniform = uniform[:, :, :width].to(lengths.device)
         self.token_uniform = self.uniform[:, 1].reshape(-1)
-        self.num_open = state.undecided.sum(1)
         self.passes = torch.zeros_like(lengths)
         self.pass_number = 0
 
     @classmethod
-    def reads(cls) -> list[str]:
+    def option_names(cls) -> list[str]:
         """Return the names of the options that the sampler reads."""
         return list(options_of(cls.settings_class))
 
@@ -104,8 +103,8 @@ class TextStrategy(ABC):
             UserError: an option that the sampler does not read, or a value out of range.
         """
         given = {key: value for key, value in given.items() if value is not None}
-        if unread := [key for key in given if key not in cls.reads()]:
-            known = ", ".join(cls.reads()) or "none"
+        if unread := [key for key in given if key not in cls.option_names()]:
+            known = ", ".join(cls.option_names()) or "none"
             raise UserError(
                 f"options that this sampler reads: {known}", ", ".join(unread), "omit them"
             )
@@ -233,7 +232,7 @@ class Observer:
             self.recorder.add(self.indices, before, after, positions, logits)
 
 
-class RankedStrategy(TextStrategy):
+class CertaintyStrategy(TextStrategy):
     """Rank the undecided positions of each text by the largest probability there, and fill the
     first few.
 
@@ -300,7 +299,7 @@ class RankedStrategy(TextStrategy):
         return chosen
 
 
-class ConfidenceStrategy(RankedStrategy):
+class ConfidenceStrategy(CertaintyStrategy):
     """Fill a given number of positions in each pass, the surest first (MaskGIT, arXiv 2202.04200).
 
     The noise schedule prescribes how many for num_steps (equally many if it is log-linear). A pass
@@ -313,7 +312,7 @@ class ConfidenceStrategy(RankedStrategy):
 
     def __init__(self, state, **settings):
         super().__init__(state, **settings)
-        steps, num_open = self.settings.num_steps, self.num_open
+        steps, num_open = self.settings.num_steps, state.undecided.sum(1)
         row_steps = (
             torch.full_like(num_open, steps) if self.shared_schedule else num_open.clamp(1, steps)
         )
@@ -338,7 +337,7 @@ class ConfidenceStrategy(RankedStrategy):
         return num_open - self.masks_left[:, min(self.pass_number, self.masks_left.shape[1] - 1)]
 
 
-class ThresholdStrategy(RankedStrategy):
+class ThresholdStrategy(CertaintyStrategy):
     """Fill the positions whose largest probability is at least threshold (Fast-dLLM, arXiv
     2505.22618), and at least one; above 1: one at a time.
     """

@@ -54,24 +54,25 @@ class Guard:
         self.bad_samples = BadSampleRate(config.max_bad_sample_fraction)
 
     def decide(
-        self, loss: float, num_bad_losses: int, grad_norm: float, num_usable: int = 1
+        self, loss: float, num_nonfinite_losses: int, grad_norm: float, num_usable: int = 1
     ) -> StepDecision:
         """Decide on a step whose gradients are ready, and update the statistics of spikes and the
         loss scale.
 
         Args:
             loss: Loss of the global batch.
-            num_bad_losses: Number of micro-batches over all ranks with a non-finite loss.
+            num_nonfinite_losses: Number of micro-batches over all ranks with a non-finite loss.
             grad_norm: Global norm before clipping.
             num_usable: Number of samples over all ranks that were not excluded as bad.
         """
         # Loss and gradients are then exactly 0, and would pass for a very good step.
         if not num_usable:
             return StepDecision(False, NO_USABLE_SAMPLE)
-        if num_bad_losses:
+        if num_nonfinite_losses:
             return StepDecision(
                 False,
-                f"non-finite loss ({nonfinite_word(loss)}) in {num_bad_losses} micro-batch(es)",
+                f"non-finite loss ({nonfinite_word(loss)})"
+                f" in {num_nonfinite_losses} micro-batch(es)",
             )
         if not math.isfinite(loss):
             return StepDecision(False, f"non-finite loss ({nonfinite_word(loss)})")

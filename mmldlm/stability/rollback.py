@@ -19,14 +19,14 @@ class RollbackReason:
     Attributes:
         step: Step of the finding.
         reason: One sentence.
-        first_bad: 0-based step of the first batch to exclude after the rollback; None if no batch
+        first_skip: 0-based step of the first batch to exclude after the rollback; None if no batch
             is responsible.
         tensors: Number of non-finite elements by name, if an audit failed.
     """
 
     step: int
     reason: str
-    first_bad: int | None = None
+    first_skip: int | None = None
     tensors: dict[str, int] | None = None
 
     def event_fields(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from mmldlm.observe.jsonl_log import iterate_records
 from mmldlm.utils.atomic_files import write_text
 from mmldlm.utils.formatting import join_some
 from mmldlm.utils.json_files import read_json, to_json
-from mmldlm.utils.run_files import EVENTS, SKIPPED_STEPS
+from mmldlm.utils.run_files import EVENTS, FORENSICS
 from mmldlm.utils.validation import describe_problems
 
 _RECORD = re.compile(r"step_(\d{8,})\.json")
@@ -34,7 +34,7 @@ MAX_RECORDS = 200
 """Maximum number of records per run; the oldest go first."""
 
 
-def collect_step_record(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[dict]:
+def gather_micro_batches(engine: Engine, batches: list[Batch], losses: list[Tensor]) -> list[dict]:
     """Return every micro-batch of the step over all ranks: {rank, host, micro, loss, ids}.
     Collective; only on a skip.
 
@@ -56,26 +56,26 @@ def collect_step_record(engine: Engine, batches: list[Batch], losses: list[Tenso
     return [entry for entries in engine.gather_objects(local) for entry in entries]
 
 
-def bad_micro_batches(entries: list[dict]) -> list[dict]:
-    """Return the entries of `collect_step_record` with a non-finite loss."""
+def nonfinite_micro_batches(entries: list[dict]) -> list[dict]:
+    """Return the entries of `gather_micro_batches` with a non-finite loss."""
     return [entry for entry in entries if not math.isfinite(entry["loss"])]
 
 
-def save_skipped_step(run_dir: Path, case: dict) -> Path:
+def save_skipped_step(run_dir: Path, record: dict) -> Path:
     """Write one skipped step to RUN/forensics and return its path; MAX_RECORDS are kept.
 
     Raises:
         OSError: the record cannot be written.
     """
-    folder = run_dir / SKIPPED_STEPS
+    folder = run_dir / FORENSICS
     folder.mkdir(exist_ok=True)
-    path = folder / f"step_{case['step']:08d}.json"
+    path = folder / f"step_{record['step']:08d}.json"
     others = [other for _, other in _records(folder) if other != path]
     # By age: after a rollback new records are of earlier steps than old ones.
     others.sort(key=lambda other: other.stat().st_mtime_ns)
     for other in others[: max(len(others) + 1 - MAX_RECORDS, 0)]:
         other.unlink()
-    write_text(path, to_json(case) + "\n")
+    write_text(path, to_json(record) + "\n")
     return path
 
 
@@ -92,7 +92,7 @@ def load_skipped_step(run_dir: Path, event: str) -> dict:
         UserError: no such record; the existing ones are listed.
         OSError: the folder of the records cannot be read.
     """
-    folder = run_dir / SKIPPED_STEPS
+    folder = run_dir / FORENSICS
     records = _records(folder)
     steps = [step for step, _ in records]
     step = -1
@@ -132,22 +132,23 @@ def _read_record(path: Path, step: int) -> dict:
     fix = "replay another step, or restore the file"
     values = read_json(path, fix)
     try:
-        case = _SkippedStep(**values)
-        if case.step != step:
-            raise ValueError(f"step {case.step} in the record of step {step}")
+        record = _SkippedStep(**values)
+        if record.step != step:
+            raise ValueError(f"step {record.step} in the record of step {step}")
         if any(
-            entry.rank >= case.world_size or entry.micro >= case.accum
-            for entry in case.micro_batches
+            entry.rank >= record.world_size or entry.micro >= record.accum
+            for entry in record.micro_batches
         ):
             raise ValueError(
-                f"micro_batches: of more than {case.world_size} ranks x {case.accum} micro-batches"
+                f"micro_batches: of more than {record.world_size} ranks"
+                f" x {record.accum} micro-batches"
             )
     except ValueError as error:
         problems = describe_problems(error) if isinstance(error, ValidationError) else str(error)
         raise UserError(
             f"the record of a skipped step in {path}", f"damaged file: {problems}", fix
         ) from error
-    return case.model_dump()
+    return record.model_dump()
 
 
 class _MicroBatch(BaseModel):

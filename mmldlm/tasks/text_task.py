@@ -64,7 +64,7 @@ class TextScores:
 def masked_text_scores(
     model: Model,
     tokens: Tensor,
-    real: Tensor,
+    attention_mask: Tensor,
     latents: Tensor | None,
     uniform: Tensor,
     stratum: tuple[int, int],
@@ -84,14 +84,14 @@ def masked_text_scores(
     strata = (draw + uniform[:, -1]) / draws
     mask_token_id = diffusion.mask_token_id
     noised, masked, fraction = diffusion.corrupt_count(
-        tokens, strata, uniform[:, :width], real, mask_token_id
+        tokens, strata, uniform[:, :width], attention_mask, mask_token_id
     )
     t = diffusion.timestep_of(fraction)
     positions = masked.flatten().nonzero()[:, 0]
     owner = positions // width
     weight = (1 / fraction)[owner]
     out = model(
-        TextInputs(noised, t.float(), real),
+        TextInputs(noised, t.float(), attention_mask),
         None if latents is None else LatentInputs(latents),
         TokenQuery(positions, tokens.flatten()[positions], weight.float()),
     )
@@ -99,7 +99,7 @@ def masked_text_scores(
         sum_by_row(out.text.nll.double() * weight, owner, len(tokens)),
         sum_by_row(out.text.correct.double(), owner, len(tokens)),
         masked.sum(1),
-        F.cross_entropy(out.length_logits, real.sum(1) - 1, reduction="none"),
+        F.cross_entropy(out.length_logits, attention_mask.sum(1) - 1, reduction="none"),
     )
 
 
@@ -329,7 +329,7 @@ class TextTask(Task):
         self,
         pretrained: Pretrained,
         tokens: Tensor,
-        real: Tensor,
+        attention_mask: Tensor,
         latents: Tensor | None,
         uniform: Tensor,
         stratum: tuple[int, int],
@@ -339,7 +339,7 @@ class TextTask(Task):
 
         Args:
             tokens: Tokens with EOS, padded. [B, S] int64
-            real: True for tokens and EOS. [B, S] bool
+            attention_mask: True for tokens and EOS. [B, S] bool
             latents: Latents in model space (`scale_latents`), [B, D] (or [B, M, D]); None: the
                 null condition.
             uniform: Numbers in [0, 1), the same for every condition; the last column is the same
@@ -412,14 +412,20 @@ class MaskedTextTask(TextTask):
         self,
         pretrained: Pretrained,
         tokens: Tensor,
-        real: Tensor,
+        attention_mask: Tensor,
         latents: Tensor | None,
         uniform: Tensor,
         stratum: tuple[int, int],
     ) -> TextScores:
         diffusion = pretrained.text_diffusion
         return masked_text_scores(
-            pretrained.model, tokens, real, latents, uniform, stratum, diffusion=diffusion
+            pretrained.model,
+            tokens,
+            attention_mask,
+            latents,
+            uniform,
+            stratum,
+            diffusion=diffusion,
         )
 
 

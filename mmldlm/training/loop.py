@@ -15,7 +15,7 @@ from mmldlm.stability.rollback import (
     no_step_applied_error,
     stability_stop_error,
 )
-from mmldlm.stability.skipped_steps import collect_step_record
+from mmldlm.stability.skipped_steps import gather_micro_batches
 from mmldlm.training.samples import draw_samples
 from mmldlm.training.session import Session
 from mmldlm.training.state import StepReport, TrainingState
@@ -190,10 +190,12 @@ def log_report(session: Session, report: StepReport) -> None:
         folder.message(f"profile  {profile}")
         folder.event("profile", **profile.record())
     if not report.decision.apply:
-        record = []
+        micro_batches = []
         if not report.decision.is_overflow:  # of finite losses, and nothing that replay could find
-            record = collect_step_record(session.engine, report.micro_batches, report.losses)
-        logger.log_skip(report, record)
+            micro_batches = gather_micro_batches(
+                session.engine, report.micro_batches, report.losses
+            )
+        logger.log_skip(report, micro_batches)
     if report.layer_stats is not None:
         logger.log_layer_stats(report.layer_stats)
     if report.shared.counts.bad:
@@ -233,8 +235,8 @@ def roll_back(session: Session, cause: RollbackReason) -> None:
     if path is None:
         stop_for(session, cause)
     passed_over = list(state.passed_over)
-    if cause.first_bad is not None:
-        passed_over.append([cause.first_bad, failed_step])
+    if cause.first_skip is not None:
+        passed_over.append([cause.first_skip, failed_step])
     lr_scale = state.lr_scale * config.rollback_lr_factor
     checkpointer.load(path)
     state.num_rollbacks, state.lr_scale = num_rollbacks + 1, lr_scale

@@ -30,7 +30,7 @@ from mmldlm.errors import (
 from mmldlm.inference.validation_samples import ValidationSample
 from mmldlm.observe.layer_stats import LayerStats
 from mmldlm.observe.plots import LossCurve, plot_run
-from mmldlm.stability.skipped_steps import bad_micro_batches, save_skipped_step
+from mmldlm.stability.skipped_steps import nonfinite_micro_batches, save_skipped_step
 from mmldlm.tasks.validation import Validation
 from mmldlm.training.checkpoint_contents import engine_folders
 from mmldlm.training.run_check import check_no_checkpoints
@@ -246,13 +246,13 @@ class RunLogger:
         """Write the event of a skipped step, and the record that `mmldlm replay` reruns (rank 0).
 
         Args:
-            micro_batches: Result of collect_step_record; none of an overflow.
+            micro_batches: Result of gather_micro_batches; none of an overflow.
         """
         if not self.run.is_main:
             return
         folder, step, decision = self.folder, self.state.step, report.decision
         loss, grad_norm = report.loss, report.shared.grad_norm
-        bad = bad_micro_batches(micro_batches)
+        bad = nonfinite_micro_batches(micro_batches)
         path = None
         try:
             if not decision.is_overflow:

@@ -145,13 +145,13 @@ class SharedNumbers:
 
     Attributes:
         sums: Sums of the objective, by name.
-        num_bad_losses: Micro-batches whose loss was not finite.
+        num_nonfinite_losses: Micro-batches whose loss was not finite.
         grad_norm: Global norm before clipping.
         counts: StepCounts, added up.
     """
 
     sums: dict[str, float]
-    num_bad_losses: int
+    num_nonfinite_losses: int
     grad_norm: float
     counts: StepCounts
 

@@ -71,15 +71,18 @@ def train_step(
         # Run backward even for a non-finite loss, so that all ranks issue the same collectives.
         engine.backward(loss)
         losses.append(loss.detach())
-        is_bad = ~torch.isfinite(losses[-1])
-        sums += torch.cat([declared, is_bad.double().reshape(1)])
+        is_nonfinite = ~torch.isfinite(losses[-1])
+        sums += torch.cat([declared, is_nonfinite.double().reshape(1)])
     norm = engine.grad_norm().to(sums)
     layer_stats.before_step()
     local = StepCounts.of(batches, requests())
     shared = reduce_step(engine, names, sums, norm, local)
 
     decision = guard.decide(
-        shared.sums["loss"], shared.num_bad_losses, shared.grad_norm, int(shared.counts.usable)
+        shared.sums["loss"],
+        shared.num_nonfinite_losses,
+        shared.grad_norm,
+        int(shared.counts.usable),
     )
     if decision.apply:
         engine.step(lr, shared.grad_norm)
@@ -109,8 +112,8 @@ def reduce_step(
     vector = engine.sum_on_host(
         torch.cat([sums, norm, engine.to_device(list(vars(local).values()))])
     )
-    *values, num_bad_losses, shared_norm = vector[: len(names) + 2]
+    *values, num_nonfinite_losses, shared_norm = vector[: len(names) + 2]
     counts = StepCounts(*vector[len(names) + 2 :])
     return SharedNumbers(
-        dict(zip(names, values, strict=True)), int(num_bad_losses), shared_norm, counts
+        dict(zip(names, values, strict=True)), int(num_nonfinite_losses), shared_norm, counts
     )

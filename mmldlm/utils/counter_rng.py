@@ -43,13 +43,18 @@ class Stream(IntEnum):
     FEATURE_SUBSETS = 0xF1D
 
 
+# Arrays: of a few values, an operation with a NumPy scalar takes twice as long.
+_SHIFTS = [np.array(shift, np.uint64) for shift in (30, 27, 31)]
+_FACTORS = [np.array(factor, np.uint64) for factor in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)]
+
+
 def mix64(values: np.ndarray) -> np.ndarray:
     """Apply the SplitMix64 finalizer (Steele et al., OOPSLA 2014) to uint64 values; it wraps by
     design.
     """
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    values = (values ^ (values >> _SHIFTS[0])) * _FACTORS[0]
+    values = (values ^ (values >> _SHIFTS[1])) * _FACTORS[1]
+    return values ^ (values >> _SHIFTS[2])
 
 
 def candidate_seed(seed: int, candidate: int) -> int:

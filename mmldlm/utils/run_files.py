@@ -16,7 +16,7 @@ PASSING_NODES = "passing_nodes.txt"
 REPORT = "report.html"
 PLOTS = "plots"
 PROFILE = "profile"
-SKIPPED_STEPS = "forensics"
+FORENSICS = "forensics"
 TENSORBOARD = "tensorboard"
 CHECKPOINTS = "checkpoints"
 LATEST, LAST_BEST = "latest", "last_best"
@@ -58,7 +58,7 @@ RUN_FILES = {
         "with `training.memory_snapshot`, the allocations of a GPU that ran out of memory, for"
         " pytorch.org/memory_viz"
     ),
-    f"{SKIPPED_STEPS}/step_N.json": "what `mmldlm replay` needs of a skipped step",
+    f"{FORENSICS}/step_N.json": "what `mmldlm replay` needs of a skipped step",
     f"{TENSORBOARD}/": "event files of the tracker `tensorboard`",
     "wandb/": "the record of the tracker `wandb`, which `wandb sync` uploads",
     "wandb_id": "the name by which a resumed run continues that record",

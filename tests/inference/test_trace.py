@@ -84,7 +84,7 @@ def test_the_trace_of_a_strategy_is_its_text(pretrained, latents, name, guidance
         presence_penalty=1.0,
         seed=3,
     )
-    if "num_steps" in STRATEGIES[name].reads():
+    if "num_steps" in STRATEGIES[name].option_names():
         options["steps"] = 6
     trace = Recorder(pretrained.model.config.mask_token_id)
     samples = sample_text(

@@ -45,7 +45,7 @@ def test_the_names_without_torch_are_those_of_the_strategies():
     assert {*BY_CERTAINTY, *BY_CHANCE} == set(STRATEGIES)
     assert {name: kind.settings_class for name, kind in STRATEGIES.items()} == MASKED_SAMPLERS
     assert {
-        key for strategy in STRATEGIES.values() for key in strategy.reads()
+        key for strategy in STRATEGIES.values() for key in strategy.option_names()
     } == STRATEGY_OPTIONS
 
 

@@ -86,7 +86,7 @@ def test_the_first_bad_batch_is_excluded_where_others_lie_between():
     assert (state.step, state.consecutive_skips, state.first_skip) == (8, 2, 4)
     config = StabilityConfig(max_consecutive_skips=2)
     cause = needs_rollback(config, state.step, state.consecutive_skips, state.first_skip, {})
-    assert cause is not None and cause.first_bad == 4
+    assert cause is not None and cause.first_skip == 4
     state.advance(applied, 8)
     assert (state.consecutive_skips, state.first_skip) == (0, -1)
 

@@ -207,7 +207,7 @@ def cut(batch, length: int):
 
     every = batch.token_positions
     batch.token_positions = moved(every[every % width < length])
-    for name in ("text_targets", "text_weights", "text_rows"):
+    for name in ("text_targets", "text_weights", "text_samples"):
         setattr(batch, name, getattr(batch, name)[keep])
     batch.text_positions = moved(batch.text_positions[keep])
     for name in ("text_tokens", "attention_mask"):

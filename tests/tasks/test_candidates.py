@@ -11,7 +11,10 @@ import torch
 from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.data.loader import MicroBatches
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.tasks.collation import CandidateSampler, candidate_sizes
+from mmldlm.tasks.candidates import (
+    CandidateSampler,
+    candidate_sizes,
+)
 from mmldlm.tasks.registry import build_config
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective
@@ -55,7 +58,7 @@ def losses(config, world: int, monkeypatch=None) -> float:
 
 
 def test_the_loss_does_not_depend_on_how_the_batch_is_cut(monkeypatch):
-    monkeypatch.setattr("mmldlm.tasks.collation.NUM_SAMPLED_CANDIDATES", 7)
+    monkeypatch.setattr("mmldlm.tasks.candidates.NUM_SAMPLED_CANDIDATES", 7)
     config = config_of(10)
     assert losses(config, 3) == pytest.approx(losses(config, 1), rel=1e-5)
     assert losses(config, 1) != pytest.approx(losses(config_of(None), 1), rel=1e-5)

@@ -11,16 +11,18 @@ from typing import Any
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import TensorRef
 from mmldlm.checkpoints.formats.base import WritePlan, WriteRequest
-from mmldlm.checkpoints.formats.deepspeed_files import (
+from mmldlm.checkpoints.formats.deepspeed_counters import (
     STEPS_AHEAD,
-    find_states,
     group_tables,
-    inner_optimizer,
     optimizer_steps,
-    param_shapes,
     states_of,
     steps_ahead,
     torch_optimizer,
+)
+from mmldlm.checkpoints.formats.deepspeed_files import (
+    find_states,
+    inner_optimizer,
+    param_shapes,
 )
 from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.deepspeed_writer import (

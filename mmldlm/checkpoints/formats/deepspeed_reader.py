@@ -18,9 +18,9 @@ bf16_optimizer.py):
 Of ZeRO-1 and 2, names and order come from `param_shapes` of rank 0's model states, values from
 `single_partition_of_fp32_groups` of every rank, sliced by offsets that follow from the shapes. The
 module's 16-bit weights are read beside them, and every master must round to its own. Weights that
-were frozen, and buffers, come from the module. World size, stage, counters and sizes are compared
-when the checkpoint is opened; finiteness, rounding and CRCs while the values are read
-(`WeightSource`).
+were frozen, and buffers, come from the module. World size, stage, sizes and counters
+(deepspeed_counters.py) are compared when the checkpoint is opened; finiteness, rounding and CRCs
+while the values are read (`WeightSource`).
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ from mmldlm.checkpoints.files.torch_file import (
     corrupt_file_error,
 )
 from mmldlm.checkpoints.files.unpickler import TensorRef
+from mmldlm.checkpoints.formats.deepspeed_counters import (
+    check_model_files,
+    check_optimizer_files,
+    compare_steps,
+    torch_optimizer,
+)
 from mmldlm.checkpoints.formats.deepspeed_files import (
     GatheredParts,
     buffer_names,
-    check_model_files,
-    check_optimizer_files,
     check_ranks,
-    compare_steps,
     configured_stage,
     count_of,
     find_states,
@@ -57,7 +60,6 @@ from mmldlm.checkpoints.formats.deepspeed_files import (
     saved_stage,
     slice_parts,
     slice_sizes,
-    torch_optimizer,
 )
 from mmldlm.checkpoints.formats.optimizer import (
     TensorState,
@@ -337,19 +339,21 @@ class ZeroCheckpoint(WeightSource):
             *(name for name in module if name in trainable),
             *(name for name in module if name not in trainable),
         ]
+        # First the module's own weights, in low precision; the masters then take their places.
         add_tensors(self, file, {name: module[name] for name in names}, kinds)
         self._mark_tied(file, state)
         _check_in_module(file, module, trainable, self.parts)
         states = self._states(optim, inners, len(groups))
-        all_flats = [
+        flats_by_rank = [
             flat_groups(f, i, "single_partition_of_fp32_groups", len(groups))
             for f, i in zip(optim, inners)
         ]
         for index, group in enumerate(groups):
-            flats = [flats[index] for flats in all_flats]
+            flats = [of_rank[index] for of_rank in flats_by_rank]
             pads = inner_paddings(optim[0], inners[0], index, len(group))
             needed = sum(map(numel, group.values())) + sum(pads)
             sizes = slice_sizes(needed, len(optim))
+            # BF16_Optimizer saves the tail padding, ZeRO-1 and 2 do not; no field says so.
             is_padded = sum(flat.numel for flat in flats) == sum(padded for padded, _ in sizes)
             expected = [padded if is_padded else held for padded, held in sizes]
             _check_sizes(optim, flats, expected, f"group {index}")

@@ -15,10 +15,14 @@ from mmldlm.checkpoints.files.torch_file import TorchFile
 from mmldlm.checkpoints.files.torch_writer import scalar
 from mmldlm.checkpoints.files.unpickler import TensorRef, module_names_of
 from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest
-from mmldlm.checkpoints.formats.deepspeed_files import (
-    add_deepspeed_state,
-    buffer_names,
+from mmldlm.checkpoints.formats.deepspeed_counters import (
     read_scalar,
+)
+from mmldlm.checkpoints.formats.deepspeed_files import (
+    buffer_names,
+)
+from mmldlm.checkpoints.formats.deepspeed_state import (
+    add_deepspeed_state,
     write_deepspeed_state,
 )
 from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer

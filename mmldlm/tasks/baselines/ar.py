@@ -27,7 +27,10 @@ from mmldlm.tasks.baselines.shared import (
     TextCollator,
     text_loss,
 )
-from mmldlm.tasks.collation import CandidateSampler, candidates_of
+from mmldlm.tasks.candidates import (
+    CandidateSampler,
+    candidates_of,
+)
 from mmldlm.tasks.latent_data import LatentData
 from mmldlm.tasks.text_task import Pretrained, TextScores, scores_of_targets, sum_by_row
 
@@ -38,7 +41,7 @@ class ArCollator(TextCollator):
     """
 
     def text_fields(self, texts: PaddedTexts) -> dict[str, Any]:
-        positions = (texts.attention & texts.real[:, None]).flatten().nonzero()[:, 0]
+        positions = (texts.attention & texts.is_real[:, None]).flatten().nonzero()[:, 0]
         return {
             "text_tokens": texts.tokens,
             "text_positions": positions,
@@ -146,16 +149,16 @@ class ArTask(BaselineTask):
         self,
         pretrained: Pretrained,
         tokens: Tensor,
-        real: Tensor,
+        attention_mask: Tensor,
         latents: Tensor | None,
         uniform: Tensor,
         stratum: tuple[int, int],
     ) -> TextScores:
         """Exact: neither uniform nor stratum is read."""
-        positions = real.flatten().nonzero()[:, 0]
+        positions = attention_mask.flatten().nonzero()[:, 0]
         owner, targets = positions // tokens.shape[1], tokens.flatten()[positions]
         out = pretrained.model(
-            TextInputs(tokens, attention_mask=real),
+            TextInputs(tokens, attention_mask=attention_mask),
             None if latents is None else LatentInputs(latents),
             TokenQuery(positions, targets, torch.ones(len(targets), device=tokens.device)),
         )
@@ -163,6 +166,6 @@ class ArTask(BaselineTask):
         return TextScores(
             sum_by_row(nll.double(), owner, len(tokens)),
             sum_by_row(correct.double(), owner, len(tokens)),
-            real.sum(1),
+            attention_mask.sum(1),
             None,
         )

@@ -76,7 +76,7 @@ class NoisingCollator(TextCollator):
     def text_fields(self, texts: PaddedTexts) -> dict[str, Any]:
         t, density = arcsine(texts.strata)
         noised, scored = self.process.corrupt(texts.tokens, t, texts.uniform, texts.attention)
-        positions = (scored & texts.real[:, None]).flatten().nonzero()[:, 0]
+        positions = (scored & texts.is_real[:, None]).flatten().nonzero()[:, 0]
         rows = positions // texts.tokens.shape[1]
         targets = texts.tokens.flatten()[positions]
         states = noised.flatten()[positions]
@@ -263,7 +263,7 @@ class DivergenceTask(BaselineTask):
         self,
         pretrained: Pretrained,
         tokens: Tensor,
-        real: Tensor,
+        attention_mask: Tensor,
         latents: Tensor | None,
         uniform: Tensor,
         stratum: tuple[int, int],
@@ -272,14 +272,14 @@ class DivergenceTask(BaselineTask):
         process = self.process_of_model(pretrained)
         width, (draw, draws) = tokens.shape[1], stratum
         t, density = arcsine((draw + uniform[:, -1]) / draws)
-        noised, scored = process.corrupt(tokens, t, uniform[:, :width], real)
+        noised, scored = process.corrupt(tokens, t, uniform[:, :width], attention_mask)
         positions = scored.flatten().nonzero()[:, 0]
         owner = positions // width
         targets, states = tokens.flatten()[positions], noised.flatten()[positions]
         weights = process.elbo_weights(targets, states, t[owner]) * density[owner]
         divergence = process.divergence(targets, states, t[owner])
         out = pretrained.model(
-            TextInputs(noised, t.float(), real),
+            TextInputs(noised, t.float(), attention_mask),
             None if latents is None else LatentInputs(latents),
             TokenQuery(positions, function=row_scores(divergence)),
         )
@@ -288,5 +288,5 @@ class DivergenceTask(BaselineTask):
             sum_by_row(divergences * weights, owner, len(tokens)),
             sum_by_row(correct, owner, len(tokens)),
             scored.sum(1),
-            F.cross_entropy(out.length_logits, real.sum(1) - 1, reduction="none"),
+            F.cross_entropy(out.length_logits, attention_mask.sum(1) - 1, reduction="none"),
         )

@@ -46,7 +46,7 @@ class MaskingCollator(TextCollator):
         noised, masked, timesteps, weights = mask_texts(
             self.process, self.text, texts.tokens, strata, texts.uniform, texts.attention
         )
-        positions = (masked & texts.real[:, None]).flatten().nonzero()[:, 0]
+        positions = (masked & texts.is_real[:, None]).flatten().nonzero()[:, 0]
         rows = positions // texts.tokens.shape[1]
         return {
             "text_tokens": noised,

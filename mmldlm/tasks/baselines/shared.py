@@ -33,9 +33,9 @@ from mmldlm.models.token_scores import TokenQuery
 from mmldlm.tasks.base import Metric, ModelSizes
 from mmldlm.tasks.baselines.config import BaselineConfig
 from mmldlm.tasks.batch_checks import range_problems, store_problems
+from mmldlm.tasks.candidates import CandidateSampler
 from mmldlm.tasks.collation import (
     BATCH_STREAM,
-    CandidateSampler,
     StoreCollator,
     slot_uniforms,
 )
@@ -99,7 +99,7 @@ class PaddedTexts(NamedTuple):
     Attributes:
         tokens: Tokens with EOS, padded. [B, S] int64
         attention: True for tokens and EOS. [B, S] bool
-        real: False for placeholders. [B] bool
+        is_real: False for placeholders. [B] bool
         uniform: Numbers in [0, 1) for the noise of each token. [B, S] fp64
         strata: Numbers in [0, 1), spread evenly over the global batch, for timesteps. [B] fp64
         own: Independent numbers in [0, 1). [B] fp64
@@ -107,7 +107,7 @@ class PaddedTexts(NamedTuple):
 
     tokens: Tensor
     attention: Tensor
-    real: Tensor
+    is_real: Tensor
     uniform: Tensor
     strata: Tensor
     own: Tensor
@@ -238,7 +238,7 @@ def text_loss(
 def add_length_loss(
     loss: Tensor, out: ModelOutput, batch: BaselineBatch, weight: float
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss plus weight * length NLL / lengths of the global batch; and the sums loss,
+    """The loss plus weight * length NLL / texts of the global batch; and the sums loss,
     length_nll_sum and length_scored, detached."""
     length_nll = F.cross_entropy(
         not_none(out.length_logits), batch.length_targets, reduction="none"

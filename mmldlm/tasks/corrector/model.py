@@ -174,18 +174,18 @@ class CorrectorMMDiT(MultimodalMMDiT):
     def embed_text(
         self,
         text: TextInputs,
-        packed: Tensor | None,
+        computed: Tensor | None,
         packing: Packing,
         encoded: EncodedLatent,
         side_inputs: Hypotheses | None,
     ) -> Tensor:
         if side_inputs is None:
-            return super().embed_text(text, packed, packing, encoded, None)
-        words = packed_values(side_inputs.tokens, packed)
+            return super().embed_text(text, computed, packing, encoded, None)
+        words = packed_values(side_inputs.tokens, computed)
         sample = packing.sample[: len(words)]
         return self.hypothesis_encoder.text_beside(
             self.text_encoder,
-            packed_values(text.tokens, packed),
+            packed_values(text.tokens, computed),
             words,
             (words != self.config.pad_token_id) & side_inputs.given[sample],
             sample,

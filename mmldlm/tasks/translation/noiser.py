@@ -19,9 +19,9 @@ from mmldlm.data.lengths import AnyLengths
 from mmldlm.data.store import Rows
 from mmldlm.diffusion import GaussianProcess, MaskedDiffusion
 from mmldlm.diffusion.timesteps import logit_normal, shift, stretch
+from mmldlm.tasks.candidates import CandidateSampler
 from mmldlm.tasks.collation import (
     BATCH_STREAM,
-    CandidateSampler,
     StoreCollator,
     keyed_normals,
     mask_texts,
@@ -60,7 +60,7 @@ class TranslationBatch(Batch):
         text_positions: Scored positions, as indices into B * S. [M] int64
         text_targets: Clean tokens at the scored positions. [M] int64
         text_weights: NELBO weights of the scored positions. [M] fp32
-        text_rows: Samples of the scored positions. [M] int64
+        text_samples: Samples of the scored positions. [M] int64
         length_targets: Lengths - 1. [B] int64
         length_weights: 1, or 0 where the length is not scored. [B] fp32
         latents: Noised latents; None until `to` has drawn the noise. [B, D] fp32
@@ -88,7 +88,7 @@ class TranslationBatch(Batch):
     text_positions: Tensor
     text_targets: Tensor
     text_weights: Tensor
-    text_rows: Tensor
+    text_samples: Tensor
     length_targets: Tensor
     length_weights: Tensor
     latents: Tensor | None = None
@@ -352,7 +352,7 @@ class Noiser(StoreCollator):
         is_null = (padded.condition_uniform < self.condition_dropout) & is_t2l
         width = padded.tokens.shape[1]
         computed = torch.where(is_null[:, None], torch.arange(width) == 0, padded.attention)
-        text_rows = positions // width
+        text_samples = positions // width
         return {
             "text_tokens": torch.where(is_t2l[:, None], padded.tokens, noised),
             "attention_mask": padded.attention,
@@ -360,8 +360,8 @@ class Noiser(StoreCollator):
             "token_positions": computed.flatten().nonzero()[:, 0],
             "text_positions": positions,
             "text_targets": padded.tokens.flatten()[positions],
-            "text_weights": weights[text_rows].float(),
-            "text_rows": text_rows,
+            "text_weights": weights[text_samples].float(),
+            "text_samples": text_samples,
             "length_targets": padded.attention.sum(1) - 1,
             "length_weights": (is_real & ~is_t2l).float(),
             # Present even when no row is null: the learned nulls must be in the graph on every

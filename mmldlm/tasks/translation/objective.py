@@ -1,4 +1,4 @@
-"""The objective of all four modes: text NELBO, latent regression, length likelihood."""
+"""The objective of all modes: text NELBO, latent regression, length likelihood."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmldlm.models.base import LatentInputs, ModelOutput, TextInputs
 from mmldlm.models.token_scores import TokenQuery
-from mmldlm.tasks.collation import candidates_of
+from mmldlm.tasks.candidates import candidates_of
 from mmldlm.tasks.text_task import scores_of_targets
 from mmldlm.tasks.translation.config import MaskedTextLossConfig, TranslationConfig
 from mmldlm.tasks.translation.noiser import TranslationBatch
@@ -50,8 +50,9 @@ class LatentTerm(NamedTuple):
 class TranslationObjective:
     """(model, noised batch) -> loss and metric sums.
 
-    loss = text_loss_weight * NELBO / text tokens + latent_loss_weight * weighted error / latents
-         + length_loss_weight * length NLL / lengths
+    loss = text_loss_weight   * sum of weight * NLL    / counts["text_tokens"]
+         + latent_loss_weight * sum of weight * error  / counts["latents"]
+         + length_loss_weight * sum of length NLL      / counts["texts"]
 
     Every denominator is counted over the GLOBAL batch, so that summing gradients over ranks and
     micro-batches gives exactly the gradient of the whole batch; nothing is divided by the number
@@ -72,7 +73,7 @@ class TranslationObjective:
 
     def __init__(self, config: TranslationConfig):
         self.config, self.loss = config, config.loss
-        # The text's share of the loss is taken into the rows' weights, which saves a pass over the
+        # The text's scale is taken into the rows' weights, which saves a pass over the
         # head's gradients; float16 lacks the range for that (its loss scale comes later).
         self._weighs_inside = config.training.dtype != "fp16"
         self.latent = config.latent_diffusion.process()
@@ -94,10 +95,9 @@ class TranslationObjective:
         weights = training_weights(batch.text_weights, self.loss)
         if self.loss.text_loss_clamp is not None:
             weights = self._clamped_text_weights(model, batch, weights)
-        text_share = self.loss.text_loss_weight / max(batch.counts["text_tokens"], 1)
-        out = self._forward(model, batch, weights * text_share if self._weighs_inside else weights)
+        text_scale = self.loss.text_loss_weight / max(batch.counts["text_tokens"], 1)
+        out = self._forward(model, batch, weights * text_scale if self._weighs_inside else weights)
         text_sum, _, _ = scores_of_targets(out)
-        text_loss = text_sum if self._weighs_inside else text_sum * text_share
         latent = self._latent_term(out, batch)
         length_logits = not_none(out.length_logits)
         length_nll = F.cross_entropy(length_logits, batch.length_targets, reduction="none")
@@ -105,9 +105,10 @@ class TranslationObjective:
 
         # Each term is in the graph even where this batch scores nothing of it: every parameter
         # then has a (zero) gradient on every rank, and no engine waits for one that never comes.
-        latent_share = self.loss.latent_loss_weight / max(batch.counts[latent.denominator], 1)
-        length_share = self.loss.length_loss_weight / max(batch.counts["texts"], 1)
-        loss = text_loss.add(latent.total, alpha=latent_share).add(length_sum, alpha=length_share)
+        latent_scale = self.loss.latent_loss_weight / max(batch.counts[latent.denominator], 1)
+        length_scale = self.loss.length_loss_weight / max(batch.counts["texts"], 1)
+        text_loss = text_sum if self._weighs_inside else text_sum * text_scale
+        loss = text_loss.add(latent.total, alpha=latent_scale).add(length_sum, alpha=length_scale)
         with torch.no_grad():
             return loss, self._metrics(loss, out, batch, latent, length_sum)
 
@@ -191,10 +192,10 @@ class TranslationObjective:
         assert self.loss.text_loss_clamp is not None
         _, nll, _ = scores_of_targets(self._forward(model, batch, weights))
         sums = torch.zeros(len(batch.ids), device=nll.device).index_add_(
-            0, batch.text_rows, nll * weights
+            0, batch.text_samples, nll * weights
         )
         is_below_clamp = sums / batch.attention_mask.sum(1) <= self.loss.text_loss_clamp
-        return weights * is_below_clamp[batch.text_rows]
+        return weights * is_below_clamp[batch.text_samples]
 
     def _metrics(
         self,

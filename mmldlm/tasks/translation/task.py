@@ -22,7 +22,7 @@ from mmldlm.sampling.latents import sample_latents
 from mmldlm.sampling.records import TextSamples
 from mmldlm.tasks.base import Metric, ModelSizes
 from mmldlm.tasks.batch_checks import range_problems, store_problems
-from mmldlm.tasks.collation import CandidateSampler
+from mmldlm.tasks.candidates import CandidateSampler
 from mmldlm.tasks.text_task import MaskedTextTask, Pretrained
 from mmldlm.tasks.translation.config import PURE_MODES, TranslationConfig
 from mmldlm.tasks.translation.data import TranslationData, open_data

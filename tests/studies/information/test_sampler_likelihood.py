@@ -17,10 +17,12 @@ from studies.information.sampler_likelihood import sampler_likelihood
 WITH_STEPS = [
     (name, steps)
     for name in BY_CERTAINTY
-    if "num_steps" in STRATEGIES[name].reads()
+    if "num_steps" in STRATEGIES[name].option_names()
     for steps in (1, 2, 3)
 ]
-ADAPTIVE = [(name, None) for name in BY_CERTAINTY if "num_steps" not in STRATEGIES[name].reads()]
+ADAPTIVE = [
+    (name, None) for name in BY_CERTAINTY if "num_steps" not in STRATEGIES[name].option_names()
+]
 
 
 def likelihood(toy, model, sampler, steps=None, texts=None, latents=None, **options):

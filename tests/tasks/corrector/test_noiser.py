@@ -88,8 +88,8 @@ def test_texts_with_one_are_wholly_masked_and_the_others_masked_as_before():
                 assert (batch.text_tokens[row, real] == MASK).all() and batch.text_timesteps[
                     row
                 ] == 1
-                assert (batch.text_weights[batch.text_rows == row] == 1).all()
-                assert int((batch.text_rows == row).sum()) == int(real.sum())
+                assert (batch.text_weights[batch.text_samples == row] == 1).all()
+                assert int((batch.text_samples == row).sum()) == int(real.sum())
             else:
                 assert (batch.text_tokens[row] == without.text_tokens[row]).all()
                 assert batch.text_timesteps[row] == without.text_timesteps[row]

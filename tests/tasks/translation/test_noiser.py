@@ -59,7 +59,7 @@ def by_sample(batches):
         t = batch
         for row in np.flatnonzero(batch.real):
             length = int(t.attention_mask[row].sum())
-            scored = t.text_rows == row
+            scored = t.text_samples == row
             seen[int(batch.ids[row])] = (
                 t.text_tokens[row, :length].tolist(),
                 t.latents[row].tolist(),
@@ -178,7 +178,7 @@ def test_modes_noise_the_right_side():
         assert (t.text_timesteps[modes != T2L] > 0).all() and (
             t.latent_timesteps[modes != L2T] > 0
         ).all()
-        assert (modes[t.text_rows] != T2L).all()
+        assert (modes[t.text_samples] != T2L).all()
         assert not t.latent_is_null[modes != L2T].any() and not t.text_is_null[modes != T2L].any()
         assert torch.equal(t.latent_weights > 0, modes != L2T)
 
