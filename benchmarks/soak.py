@@ -92,11 +92,15 @@ def rank_main(notes: str, every: int, nan_every: int, words: list[str]) -> None:
 
 
 def process_figures() -> dict[str, float]:
-    """Resident MiB, MiB of malloc, open files, threads and CPU seconds of this process."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+    """Resident MiB and those of them without a file, MiB of malloc, open files, threads and CPU
+    seconds of this process.
+    """
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    kib = {name: int(size) for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", status, re.M)}
     return {
         "pid": os.getpid(),
-        "rss": pages * os.sysconf("SC_PAGE_SIZE") / 2**20,
+        "rss": kib["VmRSS"] / 1024,
+        "anonymous": (kib["VmRSS"] - kib["RssFile"]) / 1024,
         "heap": heap_in_use() / 2**20,
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),
@@ -176,6 +180,9 @@ class Soak:
         change_of_steps = relative_change(seconds_of_steps(ranks))
         return {
             "rss_growth_mib_per_10k_steps": max(1e4 * slope(settled(n, "rss")) for n in ranks),
+            "anonymous_growth_mib_per_10k_steps": max(
+                1e4 * slope(settled(n, "anonymous")) for n in ranks
+            ),
             "heap_growth_mib_per_10k_steps": max(1e4 * slope(settled(n, "heap")) for n in ranks),
             "open_files_growth": max(change(rank, "files") for rank in ranks),
             "threads_growth": max(change(rank, "threads") for rank in ranks),
