@@ -69,7 +69,6 @@ def train(session: Session) -> None:
         if (data_failure := session.guard.bad_samples.check()) is not None:
             checkpointer.finish_save()
             raise session.logger.too_many_bad_samples_error(data_failure)
-        interrupted = report.stop_requested
 
         due = schedule.due(state, report)
         reason = rollback_reason(session, audit=due.audit)
@@ -78,35 +77,45 @@ def train(session: Session) -> None:
                 roll_back(session, reason)
             batches = session.batches()
             schedule.reset()
-            interrupted = interrupted or session.stop.agreed(session.engine)
+            interrupted = report.stop_requested or session.stop.agreed(session.engine)
             continue
         timeout_factor = 1.0
-
-        if checkpointer.has_uncommitted and not report.write_in_progress:
-            with session.timer.section("checkpoint"):
-                checkpointer.finish_save()
-        # A preempted job has little time, so save before evaluating.
-        state.evaluation_left = due.evaluate and interrupted
-        if due.evaluate and not interrupted:
-            with session.timer.section("evaluation"):
-                interrupted = not evaluate(session)
-        session.enter_phase("save")
-        if due.is_last or interrupted:
-            checkpointer.save_before_end()
-        elif due.save:
-            with session.timer.section("checkpoint"):
-                checkpointer.save()
-            # Saving may have taken long.
-            interrupted = session.stop.agreed(session.engine)
+        interrupted = evaluate_and_save(session, due, report)
         schedule.clear_if_saved(due)
-        if due.save or due.evaluate:
-            release_freed_memory()  # 20 to 50 ms
 
     # The workers end here: a worker that is killed at exit looks like an accident.
     batches.close()
     # One bad batch at the end of a run that was resumed for it is not a failure.
     trained_nothing = num_applied == 0 and (num_steps > 1 or state.applied_steps == 0)
     finish(session, interrupted, trained_nothing and state.step > 0)
+
+
+def evaluate_and_save(session: Session, due: Due, report: StepReport) -> bool:
+    """Commit what was written meanwhile, evaluate and save what is due. Collective.
+
+    Returns:
+        True, on every rank, where a signal asks the run to end.
+    """
+    state, checkpointer, interrupted = session.state, session.checkpointer, report.stop_requested
+    if checkpointer.has_uncommitted and not report.write_in_progress:
+        with session.timer.section("checkpoint"):
+            checkpointer.finish_save()
+    # A preempted job has little time, so save before evaluating.
+    state.evaluation_left = due.evaluate and interrupted
+    if due.evaluate and not interrupted:
+        with session.timer.section("evaluation"):
+            interrupted = not evaluate(session)
+    session.enter_phase("save")
+    if due.is_last or interrupted:
+        checkpointer.save_before_end()
+    elif due.save:
+        with session.timer.section("checkpoint"):
+            checkpointer.save()
+        # Saving may have taken long.
+        interrupted = session.stop.agreed(session.engine)
+    if due.save or due.evaluate:
+        release_freed_memory()  # 20 to 50 ms
+    return interrupted
 
 
 def finish(session: Session, interrupted: bool, trained_nothing: bool) -> None:
