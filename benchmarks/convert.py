@@ -392,9 +392,9 @@ def damage(folder: Path, later: Path | None, mark: Path, chooser: random.Random)
         )
         path.write_bytes(chooser.choice([data + other, other + data]))
     elif kind == "swap" and twins:
-        other = chooser.choice(twins)
-        path.write_bytes(other.read_bytes())
-        other.write_bytes(data)
+        twin = chooser.choice(twins)
+        path.write_bytes(twin.read_bytes())
+        twin.write_bytes(data)
     elif kind == "mix" and later is not None and (later / path.name).is_file():
         shutil.copy(later / path.name, path)
     elif kind == "rename":

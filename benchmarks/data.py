@@ -37,6 +37,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import _report
 
@@ -276,6 +277,7 @@ def read_noised(folder: Path):
     config = load_config("small", None, [*overrides, f"training.train_batch_size={BATCH}"])
     yield "ready"
     dataset, _ = open_dataset(config)
+    batch: Any
     for (batch,) in iterate_steps(dataset, 0, dataset.plan.batches_per_epoch):
         yield (
             batch.text_tokens,

@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import _report
@@ -127,7 +128,7 @@ def run(args, folder: str, name: str, guarded: bool, count_syncs: bool) -> Meter
         "stability.spike_action=log",
         OPTIMIZER,
     ]
-    patches = [
+    patches: list[Any] = [
         mock.patch.object(Heartbeat, "enter_phase", record_phase),
         mock.patch.object(TorchEngine, "step", applied),
         mock.patch.object(torch.Tensor, "tolist", listed),

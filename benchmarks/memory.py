@@ -92,8 +92,8 @@ def measure_rank(args: argparse.Namespace) -> None:
     from mmldlm.training.signals import StopSignal
     from mmldlm.training.step import train_step
 
-    *case, folder = args.of
-    data = check_run(run_config(args, *case, folder)[0], args.ranks)
+    plan, option, folder = args.of
+    data = check_run(run_config(args, plan, option, folder)[0], args.ranks)
     on_gpu = args.device == "cuda"
     tracer = contextlib.nullcontext()
     if not on_gpu:

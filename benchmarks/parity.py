@@ -35,7 +35,7 @@ WORLDS = {
 BOUNDS = {"fp32": 1e-4, "bf16": 2e-2}
 # Engine -> precisions, by number of ranks. tests/integration/test_engines.py has the other engines
 # on two ranks, in both precisions.
-QUICK = {
+QUICK: dict[int, dict[str, tuple[str, ...]]] = {
     1: {"single": ("fp32", "bf16")},
     2: {"zero3_offload": ("bf16",)},
     4: {"hsdp": ("fp32",)},

@@ -25,6 +25,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import _report
 import _runs
@@ -97,7 +98,7 @@ def pairs_of(quick: bool) -> list[tuple[str, Place, Place]]:
 # -- in the ranks ---------------------------------------------------------------------------------
 
 
-def held(engine, average) -> dict[str, tuple[int, object]]:
+def held(engine, average) -> dict[str, tuple[int, Any]]:
     """`state|name` -> (first element, values on the host) of everything that a resume must bring
     back to this rank.
     """
@@ -156,17 +157,17 @@ def keep_what_is_saved(folder: Path) -> None:
     Checkpointer.save = keep_and_save
 
 
-def read_kept(folder: Path) -> dict[str, object]:
+def read_kept(folder: Path) -> dict[str, Any]:
     """`state|name` -> all its elements, put together from the ranks' files."""
     import numpy as np
 
-    parts: dict[str, dict[int, object]] = {}
+    parts: dict[str, dict[int, Any]] = {}
     for path in folder.glob("rank*.npz"):
         with np.load(path) as file:
             for key in file.files:
                 whole, start = key.rsplit("|", 1)
                 parts.setdefault(whole, {})[int(start)] = file[key]
-    kept = {}
+    kept: dict[str, Any] = {}
     for whole, pieces in parts.items():
         end = 0
         for start in sorted(pieces):
@@ -213,7 +214,7 @@ def check_what_is_loaded(kept_in: Path, report: Path) -> None:
     build.build_engine, Checkpointer.load = make_from_other_weights, load_and_check
 
 
-def compare(found: dict[str, tuple[int, object]], kept: dict[str, object]) -> list[str]:
+def compare(found: dict[str, tuple[int, Any]], kept: dict[str, Any]) -> list[str]:
     """Keys whose bits differ from what was kept.
 
     A frozen weight that the target keeps in bf16 is compared in bf16.
@@ -231,7 +232,7 @@ def compare(found: dict[str, tuple[int, object]], kept: dict[str, object]) -> li
     return differing
 
 
-def not_held(answers: list[dict], kept: dict[str, object]) -> list[str]:
+def not_held(answers: list[dict], kept: dict[str, Any]) -> list[str]:
     """Keys of which an element is held by no rank."""
     missing = []
     for key, values in kept.items():
@@ -245,7 +246,7 @@ def not_held(answers: list[dict], kept: dict[str, object]) -> list[str]:
     return missing
 
 
-def compare_computing_weights(engine, kept: dict[str, object]) -> list[str]:
+def compare_computing_weights(engine, kept: dict[str, Any]) -> list[str]:
     """Parameters whose value in the forward pass is not the master in the parameter's precision.
 
     Collective.
@@ -393,5 +394,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] in (["--source"], ["--target"]):
-        rank_main(*sys.argv[1:4], sys.argv[4:])
+        kind, folder, report, *words = sys.argv[1:]
+        rank_main(kind, folder, report, words)
     sys.exit(main())

@@ -13,6 +13,7 @@ it, open files, threads and CPU time.
 - `rss_growth_mib_per_10k_steps`: slope of the resident memory over the measured life without its
   first 5,000 steps (or third), Theil-Sen over medians of 250 steps, of the worst rank. It swings
   by a few MiB with the pages that malloc has touched and not given back.
+- `anonymous_growth_mib_per_10k_steps`: the same of the resident memory that no file backs.
 - `heap_growth_mib_per_10k_steps`: the same of what malloc has given out, which a leak raises.
 - `open_files_growth`, `threads_growth`: last quarter of the life against its first, medians.
 - `step_time_drift`: CPU time of a step, last quarter against first, medians, of both ranks. The
@@ -40,6 +41,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest import mock
 
 import _report
@@ -69,7 +71,7 @@ def rank_main(notes: str, every: int, nan_every: int, words: list[str]) -> None:
     make, log_step = MicroBatches.__getitem__, RunLogger.log_step
 
     def poisoned(self, item):
-        batch = make(self, item)
+        batch: Any = make(self, item)
         step, micro = divmod(item, self.accum)
         if self.plan.shuffle and self.rank == 1 and micro == 0 and step % nan_every == 3:
             batch.latent_weights.fill_(math.nan)
@@ -100,7 +102,7 @@ def process_figures() -> dict[str, float]:
     return {
         "pid": os.getpid(),
         "rss": kib["VmRSS"] / 1024,
-        "anonymous": (kib["VmRSS"] - kib["RssFile"]) / 1024,
+        "anonymous": kib["RssAnon"] / 1024,
         "heap": heap_in_use() / 2**20,
         "files": len(os.listdir("/proc/self/fd")),
         "threads": len(os.listdir("/proc/self/task")),

@@ -7,7 +7,9 @@ clips. Both are answered here, in private functions of DeepSpeed 0.19.8:
 |---|---|---|
 | DeepSpeedZeroOptimizer (ZeRO-1, 2) | check_overflow | scaled_global_norm |
 | DeepSpeedZeroOptimizer_Stage3 | _overflow_check_and_loss_scale_update | _get_norm_groups |
-| BF16_Optimizer (ZeRO-1, fp32 sums) | get_grads_for_norm: an infinite norm | get_grads_for_norm |
+| BF16_Optimizer | get_grads_for_norm: an infinite norm | get_grads_for_norm |
+
+DeepSpeed takes BF16_Optimizer for ZeRO-1 in bf16 with fp32 accumulation, not offloaded.
 """
 
 from __future__ import annotations

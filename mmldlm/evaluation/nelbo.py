@@ -42,7 +42,7 @@ class Likelihood:
 
 
 Score = Callable[[Tensor, Tensor, Tensor | None, Tensor, tuple[int, int]], TextScores]
-"""(tokens, real, latents, uniform, stratum) -> scores; see `TextTask.score_texts`."""
+"""(tokens, attention_mask, latents, uniform, stratum) -> scores; see `TextTask.score_texts`."""
 
 
 @torch.inference_mode()

@@ -256,7 +256,7 @@ def _of_sampler(settings: type, key: str, **reads: Any) -> Any:
     """Return an option that is declared in the settings of a sampler.
 
     Args:
-        reads: Kind of samples -> default of `mmldlm sample`; None: that of the settings class.
+        reads: Kind of samples -> default of `mmldlm sample`; None: the sampler's own.
     """
     return same_option(settings, key, reads.get("l2t"), {**_read_by(reads), "by_task": True})
 

@@ -543,7 +543,7 @@ class MultimodalMMDiT(BaseTransformer):
         rows: Tensor,
         condition: Tensor,
         packing: Packing,
-        outputs: Packing,
+        output_packing: Packing,
         dropout: RowDropout | None,
     ) -> Tensor:
         """[R, H] -> [Q, H], the rows of the output packing."""
@@ -553,7 +553,7 @@ class MultimodalMMDiT(BaseTransformer):
         last = None if self._blocks_are_compiled else self.blocks[-1]
         for layer, block in enumerate(self.blocks):
             layer_dropout = None if dropout is None else dropout.of_layer(layer)
-            layer_outputs = outputs if block is last else None
+            layer_outputs = output_packing if block is last else None
             recompute = layer in checkpointed
             arguments = (rows, condition, packing, recompute, layer_outputs, layer_dropout)
             # A fused block saves its inputs only by itself.
@@ -561,7 +561,7 @@ class MultimodalMMDiT(BaseTransformer):
                 rows = checkpoint(block, *arguments, use_reentrant=False)
             else:
                 rows = block(*arguments)
-        return select_rows(rows, outputs) if last is None else rows
+        return select_rows(rows, output_packing) if last is None else rows
 
     # -- what a subclass may override
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -176,7 +177,7 @@ def costs(arm: Arm, scale: Scale, store: str, double_depth: bool) -> dict[str, f
         if "token_embedding" in name or name.startswith("text_head.weight")
     )
     batch = data.training_plan(scale.batch).batch(0)
-    collated = task.collator(data).collate(
+    collated: Any = task.collator(data).collate(
         batch, np.arange(len(batch.ids)), data.train, data.train_lengths
     )
     scored = float(len(collated.text_targets))

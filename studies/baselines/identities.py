@@ -5,6 +5,7 @@ GIDD without uniform noise against MDLM, and every bound for a denoiser whose NE
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 VOCAB, MASK, EOS, NUM_CLUSTERS = 24, 3, 2, 4
 # Points of the integral over time: errors fall below 1e-3 at every setting.
@@ -162,7 +163,8 @@ def bound_difference(run: Path, store: str, count: int = 64, draws: int = 4) -> 
     from mmldlm.utils.counter_rng import Stream, uniforms
 
     pretrained = load_pretrained(run / "latest")
-    task, model, config = pretrained.task, pretrained.model, pretrained.model.config
+    task: Any = pretrained.task
+    model, config = pretrained.model, pretrained.model.config
     split = Store(store, "validation")
     sentences = choose_sentences(split, model, min(count, len(split)), 0)
     tokens, real = pad_texts(sentences.tokens, config.eos_token_id, config.pad_token_id)

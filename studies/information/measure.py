@@ -180,7 +180,7 @@ def sampler_rows(
     condition = "null" if latents is None else "right"
     every = model.config.max_seq_len
     steps: tuple[int | None, ...] = (None,)
-    if "num_steps" in STRATEGIES[sampler].reads():
+    if "num_steps" in STRATEGIES[sampler].option_names():
         steps = (*(number for number in PASSES if number < every), every)
     for number in steps:
         words = "" if number is None else f" in at most {number} passes"

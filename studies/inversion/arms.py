@@ -51,7 +51,10 @@ single pass.
 """
 
 
-OPTIMIZERS = (("adamw", 2e-3), *(("muon", rate) for rate in (5e-4, 1.5e-3, 6e-3, 1.2e-2)))
+OPTIMIZERS: tuple[tuple[str, float], ...] = (
+    ("adamw", 2e-3),
+    *(("muon", rate) for rate in (5e-4, 1.5e-3, 6e-3, 1.2e-2)),
+)
 """Kinds and AdamW's rates (Muon has one for what are no matrices) among which every arm has its
 best.
 """

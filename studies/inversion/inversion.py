@@ -138,7 +138,9 @@ def train_arm(arm: Arm, seed: int, scale: Scale, store: str, folder: Path) -> No
     name = f"{arm.name}_seed_{seed}"
     if is_there(folder / name):
         return
-    kind, rate = min(OPTIMIZERS, key=lambda one: try_optimizer(arm, *one, scale, store, folder))
+    kind, rate = min(
+        OPTIMIZERS, key=lambda one: try_optimizer(arm, one[0], one[1], scale, store, folder)
+    )
     train(
         [*arm_words(arm, kind, scale, store), *length_words(scale.steps, rate, seed)], folder, name
     )
@@ -238,10 +240,8 @@ def measure_all(
     """
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=spawn) as pool:
-        runs = [
-            {arm.name: folder / f"{arm.name}_seed_{seed}" for arm in (*arms, *FURTHER)}
-            for seed in scale.seeds
-        ]
+        names = [*(arm.name for arm in arms), *(further.name for further in FURTHER)]
+        runs = [{name: folder / f"{name}_seed_{seed}" for name in names} for seed in scale.seeds]
         # First those that take longest.
         compared = [pool.submit(measure_ways, COMPARED, models, store, samples) for models in runs]
         others = [pool.submit(measure_ways, written, models, store, many) for models in runs]

@@ -19,11 +19,7 @@ from mmldlm.models.plain import PlainTransformer
 from mmldlm.sampling.autoregressive import write_texts
 from mmldlm.sampling.joint import sample_joint
 from mmldlm.sampling.posterior import sample_by_posterior
-from mmldlm.sampling.records import (
-    NUM_CANDIDATES,
-    Recorder,
-    Write,
-)
+from mmldlm.sampling.records import NUM_CANDIDATES, Recorder, Write
 from mmldlm.sampling.strategies import STRATEGIES
 from mmldlm.sampling.text import sample_text
 from mmldlm.tasks.registry import build_config

@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mmldlm.tasks.collation import (
-    dropout_keys,
-    keyed_normals,
-    noise_keys,
-)
+from mmldlm.tasks.collation import dropout_keys, keyed_normals, noise_keys
 
 KEYS = noise_keys(3, 0, np.arange(40), np.arange(40))
 

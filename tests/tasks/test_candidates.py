@@ -11,10 +11,7 @@ import torch
 from mmldlm.data.batch_plan import BatchPlan
 from mmldlm.data.loader import MicroBatches
 from mmldlm.models import MultimodalMMDiT
-from mmldlm.tasks.candidates import (
-    CandidateSampler,
-    candidate_sizes,
-)
+from mmldlm.tasks.candidates import CandidateSampler, candidate_sizes
 from mmldlm.tasks.registry import build_config
 from mmldlm.tasks.translation.noiser import Noiser
 from mmldlm.tasks.translation.objective import TranslationObjective

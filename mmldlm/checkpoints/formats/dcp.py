@@ -30,10 +30,7 @@ from mmldlm.checkpoints.files.torch_writer import (
 from mmldlm.checkpoints.files.unpickler import TensorRef
 from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest, WriteSegment
 from mmldlm.checkpoints.formats.dcp_folder import DcpFolder, DcpTensor
-from mmldlm.checkpoints.formats.deepspeed_state import (
-    add_deepspeed_state,
-    write_deepspeed_state,
-)
+from mmldlm.checkpoints.formats.deepspeed_state import add_deepspeed_state, write_deepspeed_state
 from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
 from mmldlm.checkpoints.formats.optimizer import (
     Group,

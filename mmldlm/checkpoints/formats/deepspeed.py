@@ -19,11 +19,7 @@ from mmldlm.checkpoints.formats.deepspeed_counters import (
     steps_ahead,
     torch_optimizer,
 )
-from mmldlm.checkpoints.formats.deepspeed_files import (
-    find_states,
-    inner_optimizer,
-    param_shapes,
-)
+from mmldlm.checkpoints.formats.deepspeed_files import find_states, inner_optimizer, param_shapes
 from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.deepspeed_writer import (
     plan_universal,

@@ -6,9 +6,11 @@ two.
 | model files with each other: steps, samples, world size, version, scheduler | an error |
 | optimizer files with each other: steps, learning rates, loss scaler | an error |
 | `partition_count` of optimizer files with dp_world_size | an error |
+| steps of the loss scaler with the model's | ahead: an error |
 | steps of the optimizer with the model's, skips left out | ahead: an error; behind: a note |
 
-The last is not compared where a manifest says that all files are of one save. Rank files of an
+The last two are not compared where a manifest says that all files are of one save; an optimizer
+may be ahead by `extra_optimizer_steps`. Rank files of an
 optimizer without a step count (SGD) under ZeRO-3, whose learning rate and loss scale are the same
 at both saves, cannot be told apart. Under ZeRO-1 and 2 the 16-bit weights reveal those too.
 """

@@ -12,10 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.files.dtypes import WIDE_FLOATS
-from mmldlm.checkpoints.files.torch_file import (
-    TorchFile,
-    corrupt_file_error,
-)
+from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import OpaqueObject, TensorRef
 from mmldlm.checkpoints.formats.weight_source import FileRange, RegularParts
 from mmldlm.checkpoints.manifest import ENGINE_FOLDER, UNIVERSAL_TAG, ZERO_TAG

@@ -30,11 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from mmldlm.checkpoints.files.dtypes import numel
-from mmldlm.checkpoints.files.torch_file import (
-    SAME_SAVE_HINT,
-    TorchFile,
-    corrupt_file_error,
-)
+from mmldlm.checkpoints.files.torch_file import SAME_SAVE_HINT, TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import TensorRef
 from mmldlm.checkpoints.formats.deepspeed_counters import (
     check_model_files,

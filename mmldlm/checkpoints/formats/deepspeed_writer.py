@@ -36,11 +36,7 @@ from mmldlm.checkpoints.files.torch_writer import (
     write_torch,
 )
 from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest, WriteSegment
-from mmldlm.checkpoints.formats.deepspeed_files import (
-    LATEST_UNIVERSAL,
-    param_shapes,
-    slice_sizes,
-)
+from mmldlm.checkpoints.formats.deepspeed_files import LATEST_UNIVERSAL, param_shapes, slice_sizes
 from mmldlm.checkpoints.formats.deepspeed_reader import ZeroCheckpoint
 from mmldlm.checkpoints.formats.optimizer import OptimizerMetadata, plain_scaling, scaling_of
 from mmldlm.checkpoints.formats.universal_folder import OPTIMIZER_STATE, folders_of_parameters

@@ -20,9 +20,7 @@ from mmldlm.checkpoints.files.file_kinds import (
     kind_by_mark,
 )
 from mmldlm.checkpoints.formats import registry
-from mmldlm.checkpoints.formats.deepspeed_files import (
-    list_states,
-)
+from mmldlm.checkpoints.formats.deepspeed_files import list_states
 from mmldlm.checkpoints.formats.model_pt import ModelFile
 from mmldlm.checkpoints.formats.part_files import PartOfCheckpoint, check_siblings, check_tensors
 from mmldlm.checkpoints.formats.safetensors import SafetensorsModel

@@ -15,16 +15,9 @@ from mmldlm.checkpoints.files.torch_file import TorchFile
 from mmldlm.checkpoints.files.torch_writer import scalar
 from mmldlm.checkpoints.files.unpickler import TensorRef, module_names_of
 from mmldlm.checkpoints.formats.base import WEIGHT, WritePlan, WriteRequest
-from mmldlm.checkpoints.formats.deepspeed_counters import (
-    read_scalar,
-)
-from mmldlm.checkpoints.formats.deepspeed_files import (
-    buffer_names,
-)
-from mmldlm.checkpoints.formats.deepspeed_state import (
-    add_deepspeed_state,
-    write_deepspeed_state,
-)
+from mmldlm.checkpoints.formats.deepspeed_counters import read_scalar
+from mmldlm.checkpoints.formats.deepspeed_files import buffer_names
+from mmldlm.checkpoints.formats.deepspeed_state import add_deepspeed_state, write_deepspeed_state
 from mmldlm.checkpoints.formats.named_optimizer import add_named_optimizer
 from mmldlm.checkpoints.formats.optimizer import (
     Group,

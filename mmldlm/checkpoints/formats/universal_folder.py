@@ -16,12 +16,8 @@ from typing import Any
 from mmldlm.checkpoints.files.dtypes import WIDE_FLOATS, numel
 from mmldlm.checkpoints.files.torch_file import TorchFile, corrupt_file_error
 from mmldlm.checkpoints.files.unpickler import TensorRef
-from mmldlm.checkpoints.formats.deepspeed_counters import (
-    read_scalar,
-)
-from mmldlm.checkpoints.formats.deepspeed_files import (
-    missing_file_error,
-)
+from mmldlm.checkpoints.formats.deepspeed_counters import read_scalar
+from mmldlm.checkpoints.formats.deepspeed_files import missing_file_error
 from mmldlm.checkpoints.formats.optimizer import check_no_other_moment
 from mmldlm.checkpoints.formats.weight_source import (
     FileRange,

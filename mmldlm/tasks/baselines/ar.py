@@ -27,10 +27,7 @@ from mmldlm.tasks.baselines.shared import (
     TextCollator,
     text_loss,
 )
-from mmldlm.tasks.candidates import (
-    CandidateSampler,
-    candidates_of,
-)
+from mmldlm.tasks.candidates import CandidateSampler, candidates_of
 from mmldlm.tasks.latent_data import LatentData
 from mmldlm.tasks.text_task import Pretrained, TextScores, scores_of_targets, sum_by_row
 

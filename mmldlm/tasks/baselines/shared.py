@@ -34,11 +34,7 @@ from mmldlm.tasks.base import Metric, ModelSizes
 from mmldlm.tasks.baselines.config import BaselineConfig
 from mmldlm.tasks.batch_checks import range_problems, store_problems
 from mmldlm.tasks.candidates import CandidateSampler
-from mmldlm.tasks.collation import (
-    BATCH_STREAM,
-    StoreCollator,
-    slot_uniforms,
-)
+from mmldlm.tasks.collation import BATCH_STREAM, StoreCollator, slot_uniforms
 from mmldlm.tasks.latent_data import LatentData, open_latent_data
 from mmldlm.tasks.text_task import TextTask, scores_of_targets
 from mmldlm.tasks.translation.parameter_plan import no_decay_names
