@@ -7,11 +7,11 @@ The order of reads:
 1. Manifest (of mmldlm's own checkpoints): presence and size of every file, and the checksum of
    its last MiB.
 2. Descriptions: the headers of all files, and of torch's zips the directory and `data.pkl`, are
-   read, and no weight (of the optimizer the one-element step counters, which must agree). They
-   give the names, shapes and places of the tensors; names come from the format (DeepSpeed's
-   `param_shapes`, DCP's `.metadata`, the keys of a state dict, there without the prefixes of
-   torch's wrappers). Tensors are read here only where no name is recorded: ZeRO-0's masters, and
-   weights that were saved twice, are recognized by their values.
+   read, and no weight (of the optimizer tensors of one element, steps and rates, which must
+   agree). They give the names, shapes and places of the tensors; names come from the format
+   (DeepSpeed's `param_shapes`, DCP's `.metadata`, the keys of a state dict, there without the
+   prefixes of torch's wrappers). Tensors are read here only where no name is recorded: ZeRO-0's
+   masters, and weights that were saved twice, are recognized by their values.
 3. Plan: what is written under which name and dtype. Links that leave the source, a
    manifest that lists other tensors, an OUT that exists and a full disk are errors before a
    byte is written.

@@ -10,7 +10,9 @@ Two streams, text and latents, keep their own weights and meet in one joint atte
                                         \\-> pooled latent [B, C] -+    adaLN-Zero |
     both timesteps     -> TimestepEmbedding ---------------------+-> condition ---+
                                                                                   v
-    TextHead: logits [M, V]     LatentHead: latents [B, n, P * D]     length head: [B, max_seq_len]
+    TextHead: logits [M, V], or the scores of targets         LatentHead: latents [B, n, P * D]
+
+    pooled latent -> length head: [B, max_seq_len]
 
 A latent is K chunk tokens, so L = n * K. Rows are real tokens only (packing.py); a block computes
 as one operation where that pays, with the same results (fused_block.py).

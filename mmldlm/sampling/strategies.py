@@ -29,7 +29,7 @@ from mmldlm.utils.settings import Settings, options_of
 
 class TextStrategy(ABC):
     """Fill the undecided positions of a batch of texts; every pass fills at least one of every
-    unfinished text.
+    unfinished text (under a shared schedule a pass may fill nothing of a text).
 
         while len(positions := strategy.positions()):
             text = TextInputs(tokens, strategy.timesteps())

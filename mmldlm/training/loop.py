@@ -30,8 +30,8 @@ def train(session: Session) -> None:
 
     Raises:
         Interrupted: on every rank, when a signal ended the run.
-        StabilityStop: on every rank, when no rollback is left, or the last step is done and none
-            was applied.
+        StabilityStop: on every rank, when no rollback or no checkpoint is left, too many samples
+            are unusable, or the last step is done and none was applied.
     """
     state, checkpointer = session.state, session.checkpointer
     num_steps = num_applied = 0

@@ -1,4 +1,6 @@
-"""The hostfile, and ssh access to each node."""
+"""The hostfile, ssh access to each node, and what answers there: machine, interpreter, package and
+the measurements of other checks.
+"""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class CorrectorNoiser(Noiser):
         if self.hypotheses is None:
             return {}, {}
         has_latent = (
-            (modes == L2T) & (padded.condition_uniform >= self.condition_dropout).numpy() & real
+            (modes == L2T) & (padded.dropout_uniform >= self.condition_dropout).numpy() & real
         )
         draws = [
             counter_generator(self.seed, batch.epoch, sample, slot, _HYPOTHESIS_STREAM).random()

@@ -117,7 +117,7 @@ class CodeNoiser(ImageNoiser):
             "latents": torch.where(is_l2t[:, None], ids, noised)[..., None],
             "latent_clean": padded.latents,
             "latent_timesteps": torch.where(is_l2t, 0.0, fraction).float(),
-            "latent_is_null": (padded.condition_uniform < self.condition_dropout) & is_l2t,
+            "latent_is_null": (padded.dropout_uniform < self.condition_dropout) & is_l2t,
             "code_positions": positions,
             "code_targets": ids.flatten()[positions],
             "code_weights": (1 / fraction)[positions // ids.shape[1]].float(),

@@ -142,11 +142,11 @@ class PaddedSamples(NamedTuple):
         noise: Standard normal noise, shaped as latents; None above MAX_HOST_NOISE elements a
             sample.
         mask_uniform: Numbers in [0, 1) for the masks. [B, S] fp64
-        condition_uniform: Numbers in [0, 1) for the condition dropout. [B] fp64
+        dropout_uniform: Numbers in [0, 1) for the condition dropout. [B] fp64
         text_uniform: Numbers for text timesteps under timesteps=uniform. [B] fp64
         latent_uniform: Numbers for latent timesteps under timesteps=uniform. [B] fp64
-        condition: Numbers for l2t_condition_noise: whether, and how much; zeros where it is off.
-            [B, 2] fp64
+        l2t_noise_uniform: Numbers for l2t_condition_noise: whether, and how much; zeros where it
+            is off. [B, 2] fp64
     """
 
     tokens: Tensor
@@ -154,10 +154,10 @@ class PaddedSamples(NamedTuple):
     latents: Tensor
     noise: Tensor | None
     mask_uniform: Tensor
-    condition_uniform: Tensor
+    dropout_uniform: Tensor
     text_uniform: Tensor
     latent_uniform: Tensor
-    condition: Tensor
+    l2t_noise_uniform: Tensor
 
 
 class Noiser(StoreCollator):
@@ -306,7 +306,7 @@ class Noiser(StoreCollator):
     ) -> PaddedSamples:
         latents = self._scaled(rows.latents)
         noise = np.empty_like(latents) if self._draws_noise(latents) else None
-        own, condition = np.empty((3, len(ids))), np.zeros((len(ids), 2))
+        own, l2t_noise = np.empty((3, len(ids))), np.zeros((len(ids), 2))
 
         def draw(row: int, generator: np.random.Generator) -> None:
             own[:, row] = generator.random(3)
@@ -319,14 +319,14 @@ class Noiser(StoreCollator):
                 generator = counter_generator(self.seed, batch.epoch, sample, slot, _OPTION_STREAM)
                 # The first draw belonged to an option that is gone; without it the others would
                 # change.
-                condition[row] = generator.random(3)[1:]
+                l2t_noise[row] = generator.random(3)[1:]
         return PaddedSamples(
             tokens,
             attention,
             torch.from_numpy(latents),
             None if noise is None else torch.from_numpy(noise),
             uniform,
-            *map(torch.from_numpy, (*own, condition)),
+            *map(torch.from_numpy, (*own, l2t_noise)),
         )
 
     def _text_tensors(
@@ -349,7 +349,7 @@ class Noiser(StoreCollator):
         is_t2l = mode == T2L
         masked &= (is_real & ~is_t2l)[:, None]
         positions = masked.flatten().nonzero()[:, 0]
-        is_null = (padded.condition_uniform < self.condition_dropout) & is_t2l
+        is_null = (padded.dropout_uniform < self.condition_dropout) & is_t2l
         width = padded.tokens.shape[1]
         computed = torch.where(is_null[:, None], torch.arange(width) == 0, padded.attention)
         text_samples = positions // width
@@ -373,14 +373,15 @@ class Noiser(StoreCollator):
         self, padded: PaddedSamples, modes: np.ndarray, real: np.ndarray, strata: Tensor
     ) -> dict[str, Tensor]:
         is_l2t, is_real = torch.from_numpy(modes) == L2T, torch.from_numpy(real)
-        is_given = padded.condition_uniform >= self.condition_dropout
-        condition = torch.where(
-            is_l2t & is_given & (padded.condition[:, 0] < self.condition_noise),
-            (1 - padded.condition[:, 1]) * self.condition_timestep,
+        is_given = padded.dropout_uniform >= self.condition_dropout
+        whether, how_much = padded.l2t_noise_uniform.unbind(1)
+        given_timesteps = torch.where(
+            is_l2t & is_given & (whether < self.condition_noise),
+            (1 - how_much) * self.condition_timestep,
             0.0,
         )
         timesteps = torch.where(
-            is_l2t, condition, self._latent_timesteps(strata, padded.latent_uniform)
+            is_l2t, given_timesteps, self._latent_timesteps(strata, padded.latent_uniform)
         )
         clean = padded.latents
         # Some weights are infinite at t = 0, where a latent is given and not scored.
