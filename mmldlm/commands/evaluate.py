@@ -19,7 +19,7 @@ from mmldlm.evaluation.settings import (
     StsSettings,
     unread_options,
 )
-from mmldlm.inference.options import SearchOptions
+from mmldlm.inference.search_options import SearchOptions
 from mmldlm.observe.pages.page import check_page_path, write_page
 from mmldlm.sampling.settings import BY_CERTAINTY, RESULTS_PAGE
 from mmldlm.utils import option_types

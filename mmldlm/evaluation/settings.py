@@ -14,8 +14,8 @@ from mmldlm.inference.options import (
     IMAGE_STEPS,
     OF_IMAGES,
     SampleOptions,
-    SearchOptions,
 )
+from mmldlm.inference.search_options import SearchOptions
 from mmldlm.sampling.settings import PRESENCE_PENALTY
 from mmldlm.utils import option_types
 from mmldlm.utils.settings import Settings, option, options_of, same_option

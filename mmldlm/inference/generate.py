@@ -24,8 +24,9 @@ from mmldlm.inference.inputs import (
     tokenize_texts,
     unknown_tokens,
 )
-from mmldlm.inference.options import OWN_CHOICES, READERS, SampleOptions
+from mmldlm.inference.options import READERS, SampleOptions
 from mmldlm.inference.search import open_judge, run_search
+from mmldlm.inference.search_options import OWN_CHOICES
 from mmldlm.sampling.judge import FoundTexts, cosines
 from mmldlm.sampling.latents import LatentSolver, sample_latents, steps_given_text
 from mmldlm.sampling.records import (

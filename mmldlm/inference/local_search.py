@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmldlm.inference.edits import Editor, Edits, Text
 from mmldlm.inference.judges import LENGTHS, write_candidate
-from mmldlm.inference.options import ENCODER_CALLS
+from mmldlm.inference.search_options import ENCODER_CALLS
 from mmldlm.sampling.decoding import most_probable_lengths
 from mmldlm.sampling.judge import FoundTexts, Judge, SamplingCost, cosines
 from mmldlm.sampling.records import keeping_finished

@@ -16,10 +16,10 @@ from mmldlm.inference.options import (
     READERS,
     TASK_OPTIONS,
     SampleOptions,
-    SearchOptions,
     check_read,
     defaults_of,
 )
+from mmldlm.inference.search_options import SearchOptions
 from mmldlm.sampling.records import Recorder
 from mmldlm.tasks.text_task import Pretrained
 from mmldlm.utils.progress import ProgressBar, hidden_progress

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from mmldlm.inference.judges import EncoderJudge, T2lJudge, best_of
 from mmldlm.inference.local_search import LocalSearchSettings, local_search
-from mmldlm.inference.options import ENCODER_CALLS, NUM_CANDIDATES, SearchOptions
+from mmldlm.inference.search_options import ENCODER_CALLS, NUM_CANDIDATES, SearchOptions
 from mmldlm.sampling.judge import FoundTexts, Judge
 from mmldlm.tasks.text_task import Pretrained
 

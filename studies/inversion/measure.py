@@ -79,8 +79,8 @@ def measure_ways(
 def _write(way: Way, pretrained, latents) -> tuple[list[list[int]], Any, dict[str, Any]]:
     import numpy as np
 
-    from mmldlm.inference.options import SearchOptions
     from mmldlm.inference.search import open_judge, run_search
+    from mmldlm.inference.search_options import SearchOptions
     from mmldlm.sampling.judge import SamplingCost
 
     task = pretrained.task

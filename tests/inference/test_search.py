@@ -10,7 +10,7 @@ import pytest
 
 from mmldlm.commands.sample import add_arguments, main
 from mmldlm.errors import UserError
-from mmldlm.inference.options import SearchOptions
+from mmldlm.inference.search_options import SearchOptions
 from mmldlm.tasks.registry import find_task
 
 

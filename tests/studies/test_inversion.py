@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 
-from mmldlm.inference.options import SearchOptions
+from mmldlm.inference.search_options import SearchOptions
 from mmldlm.sampling.strategies import STRATEGIES
 from mmldlm.tasks.registry import find_task, load_config
 from studies.inversion import inversion

@@ -11,8 +11,8 @@ import torch
 
 from mmldlm.errors import MmldlmError, UserError
 from mmldlm.inference.edits import DELETE, INSERT, SUBSTITUTE
-from mmldlm.inference.options import SearchOptions
 from mmldlm.inference.search import run_search
+from mmldlm.inference.search_options import SearchOptions
 from mmldlm.sampling.judge import SamplingCost, cosines
 from mmldlm.tasks.corrector.config import CorrectorModelConfig
 from mmldlm.tasks.corrector.model import CorrectorMMDiT, Hypotheses
