@@ -38,10 +38,8 @@ from mmldlm.utils.settings import (
     same_option,
 )
 
-# A task imports torch, which --help does without.
 if TYPE_CHECKING:
     import numpy as np
-
 
 IMAGE_STEPS = 20
 """Default number of denoising steps of an image.
