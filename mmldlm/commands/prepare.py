@@ -364,7 +364,7 @@ def main(args: argparse.Namespace) -> int:
     if num_procs == 1 or "RANK" in os.environ:
         return run_rank(args)
     # Each rank parses the words behind the verb again; it does not read --num-procs.
-    ranks = module_command("mmldlm.data.prepare", *sys.argv[2:])[1:]
+    ranks = module_command("mmldlm.data.prepare", *args.words)[1:]
     os.execv(
         sys.executable, module_command("mmldlm.launch.local_launcher", str(num_procs), *ranks)
     )

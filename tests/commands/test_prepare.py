@@ -13,13 +13,14 @@ from mmldlm.commands import prepare
 from mmldlm.errors import UserError
 
 
-def test_the_ranks_get_the_words_of_the_command(monkeypatch):
+@pytest.mark.parametrize("in_process", [False, True])
+def test_the_ranks_get_the_words_of_the_command(monkeypatch, in_process):
     started = []
     monkeypatch.setattr(os, "execv", lambda program, command: started.append(command))
     monkeypatch.delenv("RANK", raising=False)
     words = ["a b.jsonl", "--output-dir", "out", "--num-procs", "2", "--prefix=a: "]
-    monkeypatch.setattr(sys, "argv", ["mmldlm", "prepare", *words])
-    assert cli.main() == 0
+    monkeypatch.setattr(sys, "argv", ["own.py"] if in_process else ["mmldlm", "prepare", *words])
+    assert cli.main(["prepare", *words] if in_process else None) == 0
     assert started[0][-len(words) :] == words and "mmldlm.data.prepare" in started[0]
 
 

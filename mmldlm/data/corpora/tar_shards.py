@@ -184,7 +184,7 @@ def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
     """Yield the members of an archive, or of several in one file, as `cat` joins them.
 
     Raises:
-        _Damage: it is not an archive, or it ends before its end.
+        _Damage: it is not an archive, it ends before its end, or a header cannot be read.
     """
     size = os.fstat(file.fileno()).st_size
     try:
@@ -200,6 +200,8 @@ def _members(file: BinaryIO) -> Iterator[tarfile.TarInfo]:
                 yield member
     except _Damage:
         raise
+    except OSError as error:
+        raise _Damage(describe_os_error(error)) from None
     except (tarfile.TarError, EOFError, ValueError, OverflowError, IndexError) as error:
         raise _Damage(f"damaged archive: {first_line(error)}") from None
 

@@ -9,11 +9,9 @@ from mmldlm.errors import UserError
 from mmldlm.utils.environment import check_platform_variables
 
 if __name__ == "__main__":
-    # The words of `mmldlm prepare`, as a launch of several ranks repeats them.
-    sys.argv[:1] = ["mmldlm", "prepare"]
     try:
         check_platform_variables()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    sys.exit(main())
+    sys.exit(main(["prepare", *sys.argv[1:]]))

@@ -4,14 +4,17 @@ inside the file.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import tarfile
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from mmldlm.data.corpora import tar_shards
 from mmldlm.data.corpora.image_corpus import open_image_corpus
 from mmldlm.data.corpora.image_lists import holds_images
 from mmldlm.data.corpora.tar_shards import expand_braces
@@ -88,7 +91,7 @@ def test_keys_are_paired_and_counted(shards):
     assert all(map(holds_images, (shards, str(shards / "0000*.tar"), shards / "00001.tar")))
 
 
-def test_damage_is_named_and_the_rest_is_kept(shards):
+def test_damage_is_named_and_the_rest_is_kept(shards, monkeypatch):
     whole = open_image_corpus(str(shards), 8, 3)
     content = (shards / "00000.tar").read_bytes()
     twelfth = next(sample for sample in whole.samples if sample.image.endswith("/012.png"))
@@ -104,6 +107,19 @@ def test_damage_is_named_and_the_rest_is_kept(shards):
         corpus = open_image_corpus(str(shards), 8, 3)
         assert reason in corpus.unreadable["00000.tar"]
         assert len(corpus.samples) == 21 + 13 and corpus.read(corpus.samples[0]).shape == (8, 8, 3)
+    (shards / "00000.tar").write_bytes(content)
+    with monkeypatch.context() as disk:  # a disk that fails in the middle of a shard
+        read = tar_shards._CheckedHeader.fromtarfile
+
+        def failing(archive):
+            if archive.offset == header and Path(archive.name).name == "00000.tar":
+                raise OSError(errno.EIO, "Input/output error")
+            return read(archive)
+
+        disk.setattr(tar_shards._CheckedHeader, "fromtarfile", failing)
+        corpus = open_image_corpus(str(shards), 8, 3)
+    assert corpus.unreadable == {"00000.tar": "Input/output error"}
+    assert len(corpus.samples) == 21 + 13
     (shards / "00000.tar").write_bytes(b"")
     corpus = open_image_corpus(str(shards), 8, 3)
     assert len(corpus.samples) == 21 and "00000.tar" in corpus.unreadable
