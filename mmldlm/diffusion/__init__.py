@@ -1,4 +1,4 @@
-"""Noise processes of text and latents, and the distribution of timesteps; torch only."""
+"""Noise processes of text and latents, and the distribution of timesteps."""
 
 from mmldlm.diffusion.decoupled import DecoupledProcess
 from mmldlm.diffusion.gaussian import GaussianProcess

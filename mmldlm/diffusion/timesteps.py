@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
 
-def low_discrepancy(ranks: Tensor, offset: Tensor | float, count: int) -> Tensor:
+def low_discrepancy(ranks: np.ndarray, offset: float, count: int) -> np.ndarray:
     """One-offset strata: (rank / count + offset) mod 1 (MDLM's antithetic sampling; VDM, arXiv
     2107.00630).
 
@@ -21,10 +22,10 @@ def low_discrepancy(ranks: Tensor, offset: Tensor | float, count: int) -> Tensor
         count: Number of samples in the global batch.
 
     Returns:
-        [B] uniforms in [0, 1); over a global batch every interval of width 1 / count holds exactly
-        one.
+        [B] fp64 uniforms in [0, 1); over a global batch every interval of width 1 / count holds
+        exactly one.
     """
-    return torch.remainder(ranks.double() / count + offset, 1.0)
+    return np.remainder(ranks / count + offset, 1.0)
 
 
 def stretch(uniform: Tensor, min_timestep: float) -> Tensor:

@@ -295,7 +295,7 @@ class RowReader:
 
 def slot_uniforms(
     seed: int, batch: GlobalBatch, slots: np.ndarray, stream: int, offset: float
-) -> Tensor:
+) -> np.ndarray:
     """Return the low-discrepancy uniforms [B] fp64 of some slots, by one of a global batch's
     permutations: of modes (0), text (1) and latent (2) timesteps.
 
@@ -306,7 +306,7 @@ def slot_uniforms(
     in_batch = np.minimum(slots, batch.size - 1)
     key = batch.epoch * 1_000_003 + batch.index
     places = permute(in_batch, batch.size, seed * 3 + stream + 11, key)
-    return low_discrepancy(torch.from_numpy(places), offset, batch.size)
+    return low_discrepancy(places, offset, batch.size)
 
 
 def dropout_keys(seed: int, epoch: int, ids: np.ndarray, slots: np.ndarray) -> Tensor:

@@ -15,7 +15,8 @@ def batch(size=4096, seed=0):
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY - 1, (size, LENGTH), generator=generator)
     tokens[tokens >= MASK] += 1  # data never holds [MASK]
-    t = stretch(low_discrepancy(torch.randperm(size, generator=generator), 0.37, size), 1e-4)
+    places = torch.randperm(size, generator=generator).numpy()
+    t = stretch(torch.from_numpy(low_discrepancy(places, 0.37, size)), 1e-4)
     uniform = torch.rand(size, LENGTH, dtype=torch.float64, generator=generator)
     return tokens, t, uniform, torch.ones(size, LENGTH, dtype=torch.bool)
 

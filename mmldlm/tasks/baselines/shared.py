@@ -159,7 +159,7 @@ class TextCollator(StoreCollator):
         tokens, attention, uniform = self.pad_texts(batch, ids, slots, rows.tokens, draw)
         dropout, independent = map(torch.from_numpy, own)
         offset = counter_generator(self.seed, batch.epoch, batch.index, 0, BATCH_STREAM).random()
-        strata = slot_uniforms(self.seed, batch, slots, _TEXT_PLACES, offset)
+        strata = torch.from_numpy(slot_uniforms(self.seed, batch, slots, _TEXT_PLACES, offset))
         is_real = torch.from_numpy(real)
         texts = PaddedTexts(tokens, attention, is_real, uniform, strata, independent)
         fields = {

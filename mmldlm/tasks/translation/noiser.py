@@ -205,10 +205,10 @@ class Noiser(StoreCollator):
 
     def modes(self, batch: GlobalBatch, slots: np.ndarray) -> np.ndarray:
         """Return the modes [B] at some slots of a global batch, as indices in PURE_MODES."""
-        uniform, edges = self._uniforms(batch, slots, 0).numpy(), self.mode_edges
+        uniform, edges = self._uniforms(batch, slots, 0), self.mode_edges
         return np.minimum(np.searchsorted(edges, uniform * edges[-1], side="right"), 2)
 
-    def _uniforms(self, batch: GlobalBatch, slots: np.ndarray, stream: int) -> Tensor:
+    def _uniforms(self, batch: GlobalBatch, slots: np.ndarray, stream: int) -> np.ndarray:
         """Return the evenly spread numbers [B] fp64 of modes (0), text (1) or latent (2)
         timesteps.
         """
@@ -244,6 +244,9 @@ class Noiser(StoreCollator):
         bad: list[dict],
     ) -> dict[str, Any]:
         modes = self.modes(batch, slots)
+        text_strata, latent_strata = (
+            torch.from_numpy(self._uniforms(batch, slots, stream)) for stream in (1, 2)
+        )
         padded = self._pad(batch, rows, ids, slots)
         more, repairs = self._more_tensors(batch, ids, slots, modes, real, padded)
         bad += [
@@ -254,8 +257,8 @@ class Noiser(StoreCollator):
             "modes": modes,
             "process": self.latent_process,
             **more,
-            **self._text_tensors(padded, modes, real, self._uniforms(batch, slots, 1), more),
-            **self._latent_tensors(padded, modes, real, self._uniforms(batch, slots, 2)),
+            **self._text_tensors(padded, modes, real, text_strata, more),
+            **self._latent_tensors(padded, modes, real, latent_strata),
         }
         if padded.noise is None:
             fields["noise_keys"] = noise_keys(self.seed, batch.epoch, ids, slots)
