@@ -95,8 +95,13 @@ def init_weights(model: nn.Module, path: str) -> InitReport:
             is_tied = first is not None and (info.alias_of or first.alias_of == stored_name)
             if name in buffers or is_tied:
                 continue
-            if name not in parameters or first is not None:
+            if name not in parameters:
                 report.unexpected.append(own_name)
+            elif first is not None:
+                source.notes.append(
+                    f"not used, since this model ties it to {name}: {own_name}, which has a"
+                    f" tensor of its own in {path}"
+                )
             elif info.shape != tuple(parameters[name].shape):
                 report.mismatched[name] = (info.shape, tuple(parameters[name].shape))
             else:
