@@ -33,7 +33,7 @@ from mmldlm.utils.command_parser import CommandParser
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.own_code import report_exit_as_error
 from mmldlm.utils.paths import check_working_folder
-from mmldlm.utils.resources import threads_per_rank
+from mmldlm.utils.resources import raise_open_files, threads_per_rank
 from mmldlm.utils.run_files import LOGS
 from mmldlm.utils.stop_signals import keep_exit_codes
 from mmldlm.utils.streams import open_standard_streams
@@ -82,6 +82,7 @@ def main(argv: list[str] | None = None) -> int:
         # reports it.
         check_working_folder()
         set_rank_environment()
+        raise_open_files()
         # Each rank of a node would start a thread per core; torch, which reads this, is not
         # imported yet.
         num_local = local_world_size(int_from_env("LOCAL_RANK", 0))

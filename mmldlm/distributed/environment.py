@@ -18,6 +18,8 @@ from mmldlm.utils.environment import (
     check_rank_variables,
     int_from_env,
 )
+from mmldlm.utils.formatting import count_noun
+from mmldlm.utils.gpus import VISIBLE, count_visible_gpus
 from mmldlm.utils.network import free_port
 
 if TYPE_CHECKING:  # `mmldlm launch` starts without torch
@@ -30,13 +32,21 @@ def rank_environment() -> tuple[int, int, int]:
 
 
 def hidden_gpu_note() -> str | None:
-    """Return a warning if CUDA_VISIBLE_DEVICES names a GPU and none can be used: the run would
-    train on the CPU.
+    """Return a warning if this machine has GPUs, or CUDA_VISIBLE_DEVICES names one, and torch can
+    use none: the run would train on the CPU.
     """
     import torch
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
-    if torch.cuda.is_available() or visible in ("", "-1", "NoDevFiles", "none", "void"):
+    visible = os.environ.get(VISIBLE)
+    if torch.cuda.is_available():
+        return None
+    if visible is None and (num_gpus := count_visible_gpus()):
+        return (
+            f"{count_noun(num_gpus, 'GPU')} on {socket.gethostname()}, and torch can use none (a"
+            " driver too old for torch's CUDA or not ready, or a torch for CPUs; `mmldlm preflight"
+            " --level 1` looks for the cause): training on the CPU"
+        )
+    if (visible or "").strip() in ("", "-1", "NoDevFiles", "none", "void"):
         return None
     return (
         f"CUDA_VISIBLE_DEVICES={visible} names a GPU, and torch can use none (its number, the"

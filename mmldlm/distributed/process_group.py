@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import os
 import socket
+import threading
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
+from torch.distributed import Store
 
 from mmldlm.distributed.error_reporting import log_line
 from mmldlm.distributed.failure_attribution import FailureReport, report_failed_ranks
+from mmldlm.distributed.stack_dump import exit_with_stacks
 from mmldlm.errors import UserError
-from mmldlm.utils.formatting import first_line
+from mmldlm.utils.formatting import first_line, join_some
 from mmldlm.utils.job_store import RanksNotConnected, connect_job_store
 from mmldlm.utils.network import free_port
 
 WRITERS = "checkpoint writers"
 """Description of a process group that has a time limit of its own."""
+# Seconds that a backend's own time limit has to raise its error before a rank is ended.
+_AFTER_TIMEOUT = 30.0
 # A job may be suspended for as long as this.
 _LONGEST_SUSPENSION = timedelta(days=7)
 
@@ -35,7 +43,8 @@ def start_process_group(device: torch.device, timeout: float) -> None:
 
     Raises:
         RanksNotConnected: the ranks did not find one another in time.
-        UserError: GLOO_SOCKET_IFNAME names no interface of this machine.
+        UserError: GLOO_SOCKET_IFNAME names no interface of this machine; or, on all ranks, some
+            have a GPU and some have none.
     """
     if torch.distributed.is_initialized():
         return
@@ -51,18 +60,73 @@ def start_process_group(device: torch.device, timeout: float) -> None:
         # To the launch: a node whose launcher died before it had a rank is named by the others.
         report_failed_ranks(FailureReport(f"not all ranks came: {error.found}", error.missing))
         raise
+    check_same_backend(store, backend, rank, world_size)
     try:
-        torch.distributed.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout),
-            # Without it, NCCL guesses the GPU of a barrier from the global rank, and warns.
-            device_id=device if backend == "nccl" else None,
-        )
+        with end_if_not_connected(backend, rank, timeout + _AFTER_TIMEOUT):
+            torch.distributed.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=timeout),
+                # Without it, NCCL guesses the GPU of a barrier from the global rank, and warns.
+                device_id=device if backend == "nccl" else None,
+            )
     except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
         raise RanksNotConnected(first_line(error)) from error
+
+
+def check_same_backend(store: Store, backend: str, rank: int, world_size: int) -> None:
+    """Check that all ranks use one backend; NCCL and gloo would wait for each other. Collective.
+
+    Args:
+        store: The job's store.
+
+    Raises:
+        UserError: on all ranks, they do not.
+    """
+    store.set(f"backend/{rank}", f"{backend} on {socket.gethostname()}")
+    keys = [f"backend/{other}" for other in range(world_size)]
+    found = dict.fromkeys(value.decode() for value in store.multi_get(keys))
+    if len({text.split()[0] for text in found}) > 1:
+        without = [text for text in found if text.startswith("gloo")]
+        raise UserError(
+            "a GPU that torch can use for every rank, or for none",
+            f"none (and so gloo) for ranks on {join_some(text.split()[-1] for text in without)},"
+            " and GPUs (NCCL) for the others",
+            "find out with `mmldlm preflight --level 1` why torch cannot use the GPUs there; or"
+            " set CUDA_VISIBLE_DEVICES to an empty text on all nodes, to train on CPUs",
+        )
+
+
+@contextlib.contextmanager
+def end_if_not_connected(backend: str, rank: int, timeout: float) -> Iterator[None]:
+    """End this process if the context takes longer than `timeout` seconds.
+
+    NCCL connects the ranks without a time limit, and no Heartbeat watches yet: with a wrong
+    interface or a firewall between them they would wait for ever.
+    """
+
+    def end() -> None:
+        sentence = f"{backend} did not connect the ranks in {timeout:.0f} s"
+        log_line(
+            f"ERROR: rank {rank} on {socket.gethostname()}: {sentence}; `mmldlm preflight --level"
+            " 3` tests the network between the nodes, NCCL_DEBUG=INFO shows NCCL's choice of"
+            " interface (NCCL_SOCKET_IFNAME)"
+        )
+        report_failed_ranks(FailureReport(sentence))
+        exit_with_stacks(rank, None)
+
+    timer = threading.Timer(timeout, end)
+    timer.daemon = True
+    timer.start()
+    # The same, should the call hold the GIL.
+    faulthandler.dump_traceback_later(timeout + _AFTER_TIMEOUT, exit=True)
+    try:
+        yield
+    finally:
+        timer.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def limit_collectives(timeout: float) -> None:

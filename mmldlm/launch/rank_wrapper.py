@@ -33,6 +33,7 @@ from mmldlm.distributed.error_reporting import exit_without_teardown
 from mmldlm.distributed.failure_attribution import FAILED_RANKS_FD
 from mmldlm.launch import state_files
 from mmldlm.utils.environment import int_from_env
+from mmldlm.utils.resources import raise_open_files
 from mmldlm.utils.stop_signals import handle_stop_signals, keep_exit_codes, set_parent_death_signal
 from mmldlm.utils.streams import print_line
 
@@ -76,6 +77,7 @@ def oom_kills() -> int | None:
 def main() -> int:
     """Run the script as a child; return its status (128 + signal number after a signal)."""
     keep_exit_codes()
+    raise_open_files()  # for the script, which inherits it
     launch_id, rank, host = sys.argv[1], rank_from_environment(), socket.gethostname()
     launch = state_files.read_newest(launch_id, launch_file(host)).get(launch_file(host))
     if launch is None:

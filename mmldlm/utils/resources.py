@@ -54,8 +54,10 @@ def keep_freed_memory() -> None:
 def raise_open_files() -> int:
     """Raise the soft limit of open files, usually 1,024, to the hard limit, and return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
+    # macOS has no hard limit, and refuses what its kernel cannot do.
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
 def available_cpus() -> int:

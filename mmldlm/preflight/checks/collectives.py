@@ -21,6 +21,7 @@ from mmldlm.preflight.check import Result, Results, check, fail, ok, skip, warn
 from mmldlm.preflight.context import Context
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import first_line, format_bytes, join_some
+from mmldlm.utils.resources import raise_open_files
 from mmldlm.utils.run_module import module_command
 
 # Name of the round of FSDP's checkpoint writers.
@@ -259,6 +260,7 @@ def main() -> int:
     )
     import torch
 
+    raise_open_files()
     local_rank = int_from_env("LOCAL_RANK", 0)
     device = torch.device("cuda", local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":

@@ -13,8 +13,8 @@ from mmldlm.preflight.memory_model import GIB
 from mmldlm.utils import resources
 from mmldlm.utils.formatting import describe_os_error, format_bytes
 
-# For gloo and dataloader workers, and for NCCL within a node (limit of Primus).
-SHM_NEEDED, SHM_GPU = GIB // 2, 8 * GIB
+# Bytes of /dev/shm for gloo and dataloader workers; with GPUs as many for each rank, for NCCL.
+SHM_NEEDED = GIB // 2
 # For libraries and shards, and for sockets to each rank.
 NOFILE_MIN, NOFILE_PER_RANK = 512, 16
 # With GPUs, for NCCL channels and pipes of workers.
@@ -26,12 +26,12 @@ TEMPORARY_BYTES = 1 << 20
 
 
 def limits(args: dict) -> dict:
-    """Return the soft limits that a rank would inherit (-1: unlimited), and the space of /dev/shm
-    in bytes.
+    """Return the limits of a rank (-1: unlimited), which raises that of open files to the hard
+    one, and the space of /dev/shm in bytes.
     """
     facts: dict[str, Any] = {
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "nofile": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
     }
     try:
         shm = os.statvfs("/dev/shm")
@@ -72,8 +72,8 @@ def memory(args: dict) -> dict:
 @check("LIM001", 1, "node", "/dev/shm")
 def shared_memory(context: Context) -> Results:
     """/dev/shm is writable and large enough for gloo, NCCL and workers."""
-    needed = SHM_GPU if context.has_gpus() else SHM_NEEDED
     for name, facts in context.probe_values("limits").items():
+        needed = SHM_NEEDED * (context.slots(name) if context.has_gpus() else 1)
         fix = (
             "docker run --shm-size=16g (Kubernetes: emptyDir, medium Memory), or mount -o"
             " remount,size=50% /dev/shm"
@@ -107,21 +107,19 @@ def locked_memory(context: Context) -> Results:
 def open_files(context: Context) -> Results:
     """A rank may open enough files: sockets to all ranks, shards, pipes of workers.
 
-    With GPUs, a limit below 4096 warns: the usual 1024 of a login is enough for few ranks without
-    workers.
+    It raises its soft limit, usually 1024, to the hard one, which is judged. With GPUs, less than
+    4096 warns.
     """
     minimum = NOFILE_MIN + NOFILE_PER_RANK * context.world_size
     recommended = max(minimum, NOFILE_GPU) if context.has_gpus() else minimum
     for name, facts in context.probe_values("limits").items():
         if facts["nofile"] != -1 and facts["nofile"] < recommended:
-            fix = f"ulimit -n {recommended}"
+            fix = f"raise the hard limit to {recommended}: nofile in /etc/security/limits.conf"
             if not context.local:
-                fix += (
-                    " for ssh sessions: /etc/security/limits.conf, or LimitNOFILE of the ssh"
-                    " service"
-                )
+                fix += ", or LimitNOFILE of the ssh service"
             result = fail if facts["nofile"] < minimum else warn
-            yield result(f"nofile {facts['nofile']}", f"at least {recommended}", fix, name)
+            measured = f"nofile {facts['nofile']} (ulimit -Hn)"
+            yield result(measured, f"at least {recommended}", fix, name)
         else:
             yield ok(f"nofile {facts['nofile']}", name)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from mmldlm.preflight.check import FAIL, PASS, WARN
@@ -47,3 +50,28 @@ def test_open_files(nofile, slots, entry, status):
     found = gpus(entry) if entry else {"absent": "no NVIDIA driver"}
     context = make_context(slots=slots, limits={"nofile": nofile}, gpus=found)
     assert {r.status for r in run("LIM003", context).values()} == {status}
+
+
+@pytest.mark.parametrize(
+    ("free", "slots", "status"), [(0.4, 1, FAIL), (0.6, 1, PASS), (3.9, 8, FAIL), (4.1, 8, PASS)]
+)
+def test_shared_memory_on_a_node_with_gpus(free, slots, status):
+    """Half of 16 GiB of memory, the default, is enough for the GPU of a small machine."""
+    space = {"shm_free": int(free * GIB), "shm_total": 8 * GIB}
+    context = make_context(slots=slots, limits=space, gpus=gpus(*[gpu()] * slots))
+    assert {r.status for r in run("LIM001", context).values()} == {status}
+
+
+def test_the_limit_of_open_files_is_the_one_that_a_rank_raises(tmp_path):
+    """`ulimit -n 100` of a shell, which a rank may raise, is no fault of the node."""
+    code = (
+        "import resource\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (100, hard))\n"
+        "from mmldlm.preflight.checks.limits import limits\n"
+        "from mmldlm.utils.resources import raise_open_files\n"
+        "raise_open_files()\n"
+        "print(limits({})['nofile'], *resource.getrlimit(resource.RLIMIT_NOFILE), hard)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert len(set(done.stdout.split())) == 1
