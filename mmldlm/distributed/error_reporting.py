@@ -138,11 +138,16 @@ EXIT_HOOK_SECONDS = 30.0
 def leave_process_group() -> None:
     """Destroy the process group after success; after an error this would block on ranks that have
     exited.
+
+    NCCL waits for the other ranks of the node, of which one may have failed meanwhile: not for
+    ever.
     """
     import torch
 
     if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        leaving = threading.Thread(target=torch.distributed.destroy_process_group, daemon=True)
+        leaving.start()
+        leaving.join(EXIT_HOOK_SECONDS)
 
 
 def exit_without_teardown(code: int) -> NoReturn:

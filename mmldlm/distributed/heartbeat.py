@@ -45,7 +45,12 @@ from mmldlm.distributed.failure_attribution import (
     report_failed_ranks,
 )
 from mmldlm.distributed.process_group import limit_collectives
-from mmldlm.distributed.stack_dump import current_location, exit_with_stacks, is_collective_error
+from mmldlm.distributed.stack_dump import (
+    current_location,
+    describe_error,
+    exit_with_stacks,
+    is_collective_error,
+)
 from mmldlm.errors import MmldlmError
 from mmldlm.utils.environment import int_from_env
 from mmldlm.utils.formatting import first_line, join_some
@@ -190,7 +195,7 @@ class Heartbeat:
         this rank's own.
         """
         is_own = not is_collective_error(error)
-        self._state, self._message = FAILED if is_own else COLLECTIVE_FAILED, first_line(error)
+        self._state, self._message = FAILED if is_own else COLLECTIVE_FAILED, describe_error(error)
         self._deadline = time.monotonic() + max(self.limits.stalled, 12 * self.interval)
         self._wait_until(
             lambda: self.failure is not None, intervals=2 if is_own and self.rank else 12

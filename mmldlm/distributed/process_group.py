@@ -25,6 +25,8 @@ WRITERS = "checkpoint writers"
 """Description of a process group that has a time limit of its own."""
 # Seconds that a backend's own time limit has to raise its error before a rank is ended.
 _AFTER_TIMEOUT = 30.0
+# Time limits that a phase may take: the first step compiles.
+_LONGEST_PHASE = 3
 # A job may be suspended for as long as this.
 _LONGEST_SUSPENSION = timedelta(days=7)
 
@@ -134,8 +136,8 @@ def limit_collectives(timeout: float) -> None:
     Heartbeat watches the ranks.
 
     DeepSpeed and device meshes make groups with torch's own limit, 10 minutes on NCCL and 30 on
-    gloo. gloo's would count the time for which a job was suspended: there the Heartbeat, which
-    does not, ends a rank that stands still.
+    gloo. The Heartbeat, which counts neither the time for which a job was suspended nor that of a
+    rank that still reports, ends a rank that stands still; NCCL's own limit is a second net.
 
     Args:
         timeout: Time limit of a collective in seconds.
@@ -144,8 +146,8 @@ def limit_collectives(timeout: float) -> None:
     for group in c10d._world.pg_map if torch.distributed.is_initialized() else ():
         if group.group_desc != WRITERS:
             limit = timedelta(seconds=timeout)
-            if torch.distributed.get_backend(group) == "gloo":
-                limit += _LONGEST_SUSPENSION
+            is_gloo = torch.distributed.get_backend(group) == "gloo"
+            limit = limit + _LONGEST_SUSPENSION if is_gloo else limit * _LONGEST_PHASE
             c10d._set_pg_timeout(limit, group)
 
 

@@ -15,6 +15,7 @@ import torch
 from mmldlm.distributed.environment import FLIGHT_RECORDER_FILE
 from mmldlm.errors import EXIT_FAILED
 from mmldlm.utils.atomic_files import atomic_file
+from mmldlm.utils.formatting import first_line
 
 # Contained in the RuntimeErrors of gloo, NCCL and the store that have no type of their own.
 COLLECTIVE_ERROR_PATTERNS = (
@@ -30,8 +31,10 @@ TRACE_TIMEOUT = 3.0  # seconds
 
 def is_collective_error(error: BaseException | None) -> bool:
     """Whether an exception means that another rank is dead or late, rather than an error of this
-    rank.
+    rank. NCCL that finds no memory on its own GPU is one.
     """
+    if error is not None and "out of memory" in str(error):
+        return False
     while error is not None:
         if isinstance(error, torch.distributed.DistError):
             return True
@@ -41,6 +44,12 @@ def is_collective_error(error: BaseException | None) -> bool:
             return True
         error = error.__cause__
     return False
+
+
+def describe_error(error: BaseException) -> str:
+    """First line of an error, and the cause that NCCL's errors name in a later one."""
+    cause = str(error).partition("Last error:")[2].strip().splitlines()
+    return f"{first_line(error)}: {cause[0]}" if cause else first_line(error)
 
 
 def current_location(thread: int) -> tuple[str, bool]:

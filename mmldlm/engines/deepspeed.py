@@ -26,6 +26,7 @@ from mmldlm.engines.deepspeed_config import (
 )
 from mmldlm.engines.deepspeed_shards import (
     copy_masters_to_model,
+    keep_until_reduced,
     local_partition,
     master_shards,
     zero_gradients,
@@ -85,6 +86,8 @@ class DeepSpeedEngine(Engine):
             model=model, optimizer=optimizer, config=ds_config
         )
         self._init_masters_exactly(exact)
+        if self.stage == 2:
+            keep_until_reduced(self.optimizer)
         # ZeRO-0 has no 16-bit optimizer with fp32 accumulation; fp32 weights under autocast are
         # the same arithmetic.
         autocast = self.stage == 0 and dtype != torch.float32

@@ -126,3 +126,26 @@ def zero_gradients(optimizer: Any, stage: int) -> dict[int, _ConcatView]:
         for i, flat in enumerate(flats)
     ]
     return {id(flat): _ConcatView(parts) for flat, parts in zip(flats, pieces, strict=True)}
+
+
+def keep_until_reduced(optimizer: Any) -> None:
+    """Keep the memory of a gradient that ZeRO-2 clears until its reduction is done.
+
+    DeepSpeed reduces a gradient larger than a bucket where it lies, on a stream of its own, and
+    clears it at once on ranks that own no part of it: the backward pass would write into memory
+    that the reduction still reads and writes. Gradients in buckets, and those of a rank's own
+    part, it keeps.
+
+    Args:
+        optimizer: DeepSpeedZeroOptimizer of stage 2.
+    """
+    if optimizer.reduction_stream is None or not optimizer.overlap_comm:
+        return
+    clear = optimizer.clear_grad_attribute
+
+    def clear_when_reduced(parameter: Tensor) -> None:
+        if parameter.grad is not None and parameter.numel() > optimizer.reduce_bucket_size:
+            parameter.grad.record_stream(optimizer.reduction_stream)
+        clear(parameter)
+
+    optimizer.clear_grad_attribute = clear_when_reduced

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from mmldlm.engines.shards import ParameterShard
 
-# Number of elements that one exchange moves at most (256 MiB of fp32), or one matrix if that is
-# larger.
+# Number of elements that one exchange brings to a rank or takes from it at most (256 MiB of fp32),
+# or one matrix if that is larger.
 BUCKET_ELEMENTS = 1 << 26
 
 
@@ -186,14 +187,28 @@ class MatrixExchange:
         return parts_of
 
     def _make_buckets(self) -> list[list[int]]:
+        """Matrices of each exchange. A rank's share limits it, not the sum over ranks: all owners
+        transform at the same time, so that an exchange should have matrices for each of them.
+        """
         buckets: list[list[int]] = [[]]
-        size = 0
+        owned, held = Counter[int](), Counter[int]()  # elements of each rank in the last bucket
         for k, matrix in enumerate(self.matrices):
-            if buckets[-1] and size + matrix.size > BUCKET_ELEMENTS:
+            own = {self.owners[k]: matrix.size}
+            parts: dict[int, int] = {}
+            for part in self._targets[k]:
+                parts[part.rank] = parts.get(part.rank, 0) + part.count
+            shares = ((owned, own), (held, parts))
+            if buckets[-1] and any(
+                total[rank] + count > BUCKET_ELEMENTS
+                for total, share in shares
+                for rank, count in share.items()
+            ):
                 buckets.append([])
-                size = 0
+                owned.clear()
+                held.clear()
             buckets[-1].append(k)
-            size += matrix.size
+            for total, share in shares:
+                total.update(share)
         return buckets
 
     def _view(self, part: _Part, values: list[Tensor]) -> Tensor:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from mmldlm.engines.muon_exchange import Matrix, assign_owners, stacked_matrices
+from mmldlm.engines import muon_exchange
+from mmldlm.engines.muon_exchange import (
+    Matrix,
+    MatrixExchange,
+    ShardRange,
+    assign_owners,
+    stacked_matrices,
+)
 
 
 def test_owners_share_the_work():
@@ -17,3 +25,19 @@ def test_owners_share_the_work():
 def test_a_parameter_that_stacks_another_number_is_refused():
     with pytest.raises(ValueError, match="stack 4 matrices"):
         stacked_matrices("to_qkv", (6, 4), 4)
+
+
+@pytest.mark.parametrize(("world_size", "is_sharded"), [(1, True), (4, True), (4, False)])
+def test_an_exchange_has_as_many_matrices_as_a_rank_takes(monkeypatch, world_size, is_sharded):
+    """Of sharded matrices an exchange of four ranks has four times those of one rank."""
+    monkeypatch.setattr(muon_exchange, "BUCKET_ELEMENTS", 2 * 16 * 16)
+    names = [f"matrix{index}" for index in range(32)]
+    size = 256 // world_size if is_sharded else 256
+    shards = [
+        [ShardRange(name, (16, 16), size * rank if is_sharded else 0, size) for name in names]
+        for rank in range(world_size)
+    ]
+    exchange = MatrixExchange(shards, dict.fromkeys(names, 1), 0, torch.device("cpu"))
+    assert sum(exchange._buckets, []) == list(range(32))
+    expected = 2 * world_size if is_sharded else 2
+    assert {len(bucket) for bucket in exchange._buckets} == {expected}
