@@ -15,6 +15,9 @@ from mmldlm.utils.formatting import format_bytes
 from mmldlm.utils.gpus import VISIBLE, visible_gpus
 
 GPU_MEMORY_IN_USE = 2 * GIB
+# Limit of the probe. Without persistence mode NVML initializes one GPU after the other, which
+# takes 30 s and more on nodes of eight.
+PROBE_SECONDS = 60
 # nvmlDeviceGpuRecoveryAction_t
 RECOVERY = {
     0: None,
@@ -75,7 +78,9 @@ def _gpu(pynvml: Any, index: int) -> dict:
         except pynvml.NVMLError:
             return None
 
-    memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+    # GPUs that share the host's memory have none of their own, and a container with a MIG instance
+    # may not read that of the GPU.
+    memory = supported(pynvml.nvmlDeviceGetMemoryInfo)
     uncorrected, since_boot = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     _, _, pending, failed = supported(pynvml.nvmlDeviceGetRemappedRows) or [None] * 4
     reasons = supported(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
@@ -92,9 +97,9 @@ def _gpu(pynvml: Any, index: int) -> dict:
     processes = supported(pynvml.nvmlDeviceGetComputeRunningProcesses) or []
     return {
         "index": index,
-        "name": pynvml.nvmlDeviceGetName(device),
-        "memory_total": memory.total,
-        "memory_free": memory.free,
+        "name": supported(pynvml.nvmlDeviceGetName) or "unnamed GPU",
+        "memory_total": None if memory is None else memory.total,
+        "memory_free": None if memory is None else memory.free,
         "ecc_uncorrected": supported(pynvml.nvmlDeviceGetTotalEccErrors, uncorrected, since_boot),
         "remap_pending": None if pending is None else bool(pending),
         "remap_failed": None if failed is None else bool(failed),
@@ -186,12 +191,18 @@ def gpus_for_all_slots(context: Context) -> Results:
                 fix = f"delete {name} from the hostfile, or repair its driver"
             yield fail(f"{count} GPU(s) for {slots} slots", f"at least {slots}", fix, name)
         else:
-            yield ok(f"{count} x {facts['gpus'][0].get('name')}", name)
+            yield ok(f"{count} x {facts['gpus'][0].get('name', '?')}", name)
     for name, problem in context.probe_errors("gpus").items():
-        hangs = context.facts[name]["gpus"].get("timeout")
-        install = f"on {name}: pip install -c constraints.txt nvidia-ml-py"
-        fix = "the driver hangs: reboot the node, or exclude it" if hangs else install
-        yield fail(problem, "an answer of NVML within 20 s", fix, name)
+        if context.facts[name]["gpus"].get("timeout"):
+            fix = (
+                "the driver hangs, or initializes its GPUs at every call: start"
+                " nvidia-persistenced; otherwise reboot the node, or exclude it"
+            )
+        elif problem.startswith("ModuleNotFoundError"):
+            fix = f"on {name}: pip install -c constraints.txt nvidia-ml-py"
+        else:
+            fix = "if nvidia-smi fails there, too: reload the driver, or reboot the node"
+        yield fail(problem, f"an answer of the driver within {PROBE_SECONDS} s", fix, name)
 
 
 @check("GPU002", 1, "node", "GPU health")
@@ -248,6 +259,8 @@ def _occupation(gpu: dict) -> tuple[str, str, str] | None:
     ]
     if held:
         return "; ".join(held), "no process on it", "end them (preflight never does), or wait"
+    if gpu["memory_free"] is None:
+        return None
     used = gpu["memory_total"] - gpu["memory_free"]
     if used > GPU_MEMORY_IN_USE:
         measured = f"{format_bytes(used)} in use by no visible process"

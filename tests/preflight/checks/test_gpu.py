@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
+import pynvml
 import pytest
+from pynvml import NVML_ERROR_NOT_SUPPORTED, NVMLError
 
 from mmldlm.preflight.check import FAIL, PASS, SKIP, WARN
 from mmldlm.preflight.checks import gpu as probe
@@ -90,11 +92,31 @@ def test_a_node_of_two_gpu_models_warns():
 
 def test_an_unanswered_question_is_a_failure_and_not_a_cpu_run():
     context = make_context(gpus=gpus(gpu()))
-    for name, error in (("a", {"error": "x", "timeout": True}), ("b", {"error": "No module"})):
-        context.facts[name]["gpus"] = error
+    context.facts["a"]["gpus"] = {"error": "x", "timeout": True}
+    context.facts["b"]["gpus"] = {"error": "ModuleNotFoundError: No module named 'pynvml'"}
+    context.facts["c"]["gpus"] = {"error": "NVMLError_Unknown: Unknown Error"}
     found = run("GPU001", context)
-    assert [found[name].status for name in "abc"] == [FAIL, FAIL, PASS]
-    assert "the driver hangs" in found["a"].fix and "nvidia-ml-py" in found["b"].fix
+    assert [found[name].status for name in "abc"] == [FAIL, FAIL, FAIL]
+    assert "the driver hangs" in found["a"].fix and "nvidia-persistenced" in found["a"].fix
+    assert "nvidia-ml-py" in found["b"].fix and "pip" not in found["c"].fix
+
+
+def test_gpus_that_tell_neither_name_nor_memory_pass(monkeypatch):
+    """MIG in a container (no permission), and GPUs that share the host's memory (not
+    supported).
+    """
+
+    def refuse(*args):
+        raise NVMLError(NVML_ERROR_NOT_SUPPORTED)
+
+    silent = ModuleType("pynvml")
+    silent.__dict__.update({name: getattr(pynvml, name) for name in dir(pynvml)})
+    functions = [name for name in dir(pynvml) if name.startswith("nvmlDeviceGet")]
+    silent.__dict__.update(dict.fromkeys(functions, refuse))
+    silent.nvmlDeviceGetHandleByIndex = lambda index: index
+    context = make_context(("a",), gpus=gpus(probe._gpu(silent, 0)))
+    for id in ("GPU001", "GPU002", "GPU003", "GPU004", "GPU005"):
+        assert run(id, context)["a"].status == PASS, id
 
 
 class NvmlError(Exception):
