@@ -225,13 +225,16 @@ class Context:
             return self.launched[name]["variables"]
         if self.local:
             return run_variables()
-        login = self.value(name, "environment")
-        propagated = (
-            run_variables()
-            if self.options.propagates_all
-            else propagated_variables(self.launcher, bool(self.has_gpus()))
-        )
+        login, propagated = self.value(name, "environment"), self.passed_variables()
         return None if login is None or propagated is None else {**login, **propagated}
+
+    def passed_variables(self) -> dict[str, str] | None:
+        """Return the variables of this shell that ranks on other nodes get; None if the launcher
+        starts them in shells unknown here.
+        """
+        if self.options.propagates_all:
+            return run_variables()
+        return propagated_variables(self.launcher, bool(self.has_gpus()))
 
     def gloo_interfaces(self, name: str) -> list[str]:
         """Return the interfaces in GLOO_SOCKET_IFNAME of a rank on a node."""
