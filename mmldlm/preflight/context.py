@@ -174,7 +174,8 @@ class Context:
             folder: Working folder of the command; by default the current one.
 
         Raises:
-            UserError: DeepSpeed would paste a value into a shell line that changes it.
+            UserError: DeepSpeed would paste a value into a shell line that changes it, or take
+                another GPU.
         """
         nodes = nodes or self.nodes
         address, port = self.master_address(), self.options.master_port
@@ -200,9 +201,18 @@ class Context:
     def _chosen_gpus(self) -> list[int]:
         """Return the GPUs of this machine that CUDA_VISIBLE_DEVICES names for the ranks, if it
         does.
+
+        Raises:
+            UserError: it names instances of MIG, which have no numbers.
         """
         if VISIBLE not in os.environ or not self.local or not self.has_gpus():
             return []
+        if "MIG-" in os.environ[VISIBLE]:
+            raise UserError(
+                "GPUs that DeepSpeed's launcher can select by number",
+                f"{VISIBLE}={os.environ[VISIBLE]}, a MIG instance",
+                "use `mmldlm train` or --launcher torchrun, which keep its name",
+            )
         facts = self.value(self.names[0], "gpus") or self.head_value("gpus")
         return [gpu["index"] for gpu in facts["gpus"]][: self.world_size]
 

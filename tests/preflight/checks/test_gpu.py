@@ -12,6 +12,7 @@ import pytest
 import torch
 from pynvml import NVML_ERROR_NOT_SUPPORTED, NVMLError
 
+from mmldlm.errors import UserError
 from mmldlm.preflight.check import FAIL, PASS, SKIP, WARN
 from mmldlm.preflight.checks import gpu as probe
 from mmldlm.utils.gpus import visible_gpus
@@ -265,6 +266,10 @@ def test_a_run_on_this_machine_is_checked_on_its_visible_gpus_and_gets_them(monk
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     command = context.launcher_command(["train.py"], tmp_path / "hostfile")
     assert command[command.index("--num_gpus") + 1] == "2" and "--include" not in command
+    # DeepSpeed would take another instance of the GPU, or all of it.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-x")
+    with pytest.raises(UserError, match="--launcher torchrun"):
+        context.launcher_command(["train.py"], tmp_path / "hostfile")
 
 
 def test_hidden_gpus_are_a_cpu_run_and_the_report_says_so(monkeypatch):
