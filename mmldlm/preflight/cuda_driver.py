@@ -62,16 +62,16 @@ def call_driver() -> dict[str, Any]:
 
 def torch_build() -> dict[str, str | None] | None:
     """Return "version", "cuda" and "hip" of the installed torch (None: built without); None
-    without torch.
+    without torch, or of a build that does not say.
     """
     found = importlib.util.find_spec("torch")
-    for folder in (found and found.submodule_search_locations) or ():
-        path = Path(folder) / "version.py"
-        if path.is_file():
-            built = runpy.run_path(str(path))
-            names = {"version": "__version__", "cuda": "cuda", "hip": "hip"}
-            return {key: built.get(name) for key, name in names.items()}
-    return None
+    if found is None or found.origin is None:
+        return None
+    try:
+        built = runpy.run_path(str(Path(found.origin).with_name("version.py")))
+        return {"version": built["__version__"], "cuda": built["cuda"], "hip": built["hip"]}
+    except Exception:
+        return None
 
 
 if __name__ == "__main__":

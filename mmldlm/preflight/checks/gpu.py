@@ -352,8 +352,8 @@ def torch_can_use_gpus(context: Context) -> Results:
         for measured, expected, fix in faults:
             yield fail(measured, expected, fix, name)
         if not faults:
-            version = facts["torch"]["version"] if facts["torch"] else "not installed"
-            yield ok(f"driver {facts['driver']} starts CUDA; torch {version}", name)
+            torch = f"; torch {facts['torch']['version']}" if facts["torch"] else ""
+            yield ok(f"driver {facts['driver']} starts CUDA{torch}", name)
 
 
 def _driver_faults(facts: dict) -> Iterator[tuple[str, str, str]]:
