@@ -55,7 +55,7 @@ PROBES = {
     "network": (network.network, 30),
     "resolve": (network.resolve, 30),
     "rdma": (rdma.rdma, 5),
-    "gpus": (gpu.gpus, 20),
+    "gpus": (gpu.gpus, gpu.PROBE_SECONDS),
     "processes": (processes.processes, 5),
     "locks": (processes.locks, 5),
     "caches": (processes.caches, 5),

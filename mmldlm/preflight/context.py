@@ -174,7 +174,8 @@ class Context:
             folder: Working folder of the command; by default the current one.
 
         Raises:
-            UserError: DeepSpeed would paste a value into a shell line that changes it.
+            UserError: DeepSpeed would paste a value into a shell line that changes it, or take
+                another GPU.
         """
         nodes = nodes or self.nodes
         address, port = self.master_address(), self.options.master_port
@@ -200,9 +201,18 @@ class Context:
     def _chosen_gpus(self) -> list[int]:
         """Return the GPUs of this machine that CUDA_VISIBLE_DEVICES names for the ranks, if it
         does.
+
+        Raises:
+            UserError: it names instances of MIG, which have no numbers.
         """
         if VISIBLE not in os.environ or not self.local or not self.has_gpus():
             return []
+        if "MIG-" in os.environ[VISIBLE]:
+            raise UserError(
+                "GPUs that DeepSpeed's launcher can select by number",
+                f"{VISIBLE}={os.environ[VISIBLE]}, a MIG instance",
+                "use `mmldlm train` or --launcher torchrun, which keep its name",
+            )
         facts = self.value(self.names[0], "gpus") or self.head_value("gpus")
         return [gpu["index"] for gpu in facts["gpus"]][: self.world_size]
 
@@ -225,13 +235,16 @@ class Context:
             return self.launched[name]["variables"]
         if self.local:
             return run_variables()
-        login = self.value(name, "environment")
-        propagated = (
-            run_variables()
-            if self.options.propagates_all
-            else propagated_variables(self.launcher, bool(self.has_gpus()))
-        )
+        login, propagated = self.value(name, "environment"), self.passed_variables()
         return None if login is None or propagated is None else {**login, **propagated}
+
+    def passed_variables(self) -> dict[str, str] | None:
+        """Return the variables of this shell that ranks on other nodes get; None if the launcher
+        starts them in shells unknown here.
+        """
+        if self.options.propagates_all:
+            return run_variables()
+        return propagated_variables(self.launcher, bool(self.has_gpus()))
 
     def gloo_interfaces(self, name: str) -> list[str]:
         """Return the interfaces in GLOO_SOCKET_IFNAME of a rank on a node."""

@@ -235,6 +235,8 @@ def collect_nodes(context: Context, pool: AgentPool) -> None:
         for name, lookup in (context.head_value("resolve") or {}).items()
         if "addresses" in lookup and "ssh" not in lookup
     }
+    # A folder of cuda-compat there decides which CUDA the ranks have.
+    request["library_path"] = (context.passed_variables() or {}).get("LD_LIBRARY_PATH")
     longest = max(PROBES[name][1] for name in request["probes"])
     context.facts = pool.call("collect_facts", request, timeout=longest + 5)
 

@@ -80,5 +80,9 @@ def gpu(**changes) -> dict:
     return {**sound, **changes}
 
 
-def gpus(*entries, driver="570.1") -> dict:
-    return {"driver": driver, "gpus": list(entries)}
+def gpus(*entries, driver="570.1", **changes) -> dict:
+    sound = {
+        "cuda": {"code": 0, "version": 12080},
+        "torch": {"version": "2.13.0", "cuda": "12.8", "hip": None},
+    }
+    return {"driver": driver, "gpus": list(entries), **sound, **changes}

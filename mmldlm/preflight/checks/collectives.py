@@ -339,7 +339,9 @@ def pairs_compute_right(context: Context) -> Results:
 
 @check("COLL002", 3, "cluster", "collectives on all ranks")
 def all_ranks_compute_right(context: Context) -> Result:
-    """All ranks together get correct values; the report shows the bus bandwidth of all_reduce."""
+    """All ranks together get correct values, over NCCL on nodes with GPUs; the report shows the
+    bus bandwidth of all_reduce.
+    """
     rounds = list(_rounds(context, lambda name: name == "all")) or list(
         _rounds(context, lambda name: name != CHECKPOINTS)
     )
@@ -356,6 +358,13 @@ def all_ranks_compute_right(context: Context) -> Result:
         )
     rates = [entry["busbw"] for entry in results.values() if "busbw" in entry]
     backend = next(iter(results.values()))["backend"]
+    with_gpus = [node for node in nodes if (context.value(node, "gpus") or {}).get("gpus")]
+    if with_gpus and backend != "nccl":
+        return fail(
+            f"{len(results)} ranks, {backend}: torch uses no GPU on {join_some(with_gpus)}",
+            "nccl, because the nodes have GPUs",
+            'see GPU006; `python -c "import torch; torch.cuda.init()"` there says why',
+        )
     return ok(
         f"{len(results)} ranks, {backend}"
         + (f", bus bandwidth {format_bytes(min(rates))}/s" if rates else "")

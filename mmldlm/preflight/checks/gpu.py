@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from mmldlm.engines.deepspeed_config import check_fp16
 from mmldlm.errors import UserError
+from mmldlm.preflight import cuda_driver
 from mmldlm.preflight.check import Result, Results, check, fail, majority, ok, skip, warn
 from mmldlm.preflight.context import Context
 from mmldlm.preflight.memory_model import GIB
@@ -15,6 +16,9 @@ from mmldlm.utils.formatting import format_bytes
 from mmldlm.utils.gpus import VISIBLE, visible_gpus
 
 GPU_MEMORY_IN_USE = 2 * GIB
+# Limit of the probe. Without persistence mode NVML initializes one GPU after the other, which
+# takes 30 s and more on nodes of eight.
+PROBE_SECONDS = 60
 # nvmlDeviceGpuRecoveryAction_t
 RECOVERY = {
     0: None,
@@ -26,15 +30,39 @@ RECOVERY = {
     6: "reset the bus",
     7: "reboot the system",
 }
+# Status of cuInit -> its meaning and the fix.
+CUDA_STATUS = {
+    100: (
+        "CUDA finds no device",
+        "compare `nvidia-smi -L` with the devices that the job or container has; GPUs in MIG mode"
+        " need instances",
+    ),
+    802: (
+        "the system is not ready",
+        "start the fabric manager, in the version of the driver (systemctl status"
+        " nvidia-fabricmanager)",
+    ),
+    803: (
+        "libcuda.so.1 is not of the running driver's version",
+        "reboot the node after an update of the driver; remove other copies of libcuda.so.1 from"
+        " the container or LD_LIBRARY_PATH",
+    ),
+    804: (
+        "libcuda.so.1 is of a newer driver, which these GPUs do not allow",
+        "remove cuda-compat from the container or LD_LIBRARY_PATH",
+    ),
+}
 
 
 def gpus(args: dict) -> dict:
-    """Return {"gpus": [...], "driver"}, or {"absent": reason} on a node without an NVIDIA driver.
+    """Return {"gpus": [...], "driver", "cuda", "torch"}, or {"absent": reason} on a node without
+    an NVIDIA driver.
 
     The facts come from NVML, without torch and without nvidia-smi, which hangs together with the
-    driver. A reason that needs to be fixed comes with its "fix". Of a run on this machine alone
-    (args["local"]), the GPUs are those that CUDA_VISIBLE_DEVICES leaves it; on other nodes
-    launchers set that variable.
+    driver; "cuda" and "torch" are those of cuda_driver.py. A reason that needs to be fixed comes
+    with its "fix". Of a run on this machine alone (args["local"]), the GPUs are those that
+    CUDA_VISIBLE_DEVICES leaves it; on other nodes launchers set that variable. Ranks there load
+    libraries from args["library_path"], if it is given.
 
     Per GPU: name, memory in bytes, ECC errors, row remapping, throttle reasons, recovery action,
     and its processes. A field that the GPU or driver does not support is None.
@@ -53,12 +81,28 @@ def gpus(args: dict) -> dict:
         indices = visible_gpus(pynvml) if args.get("local") else range(count)
         if count and not indices:
             return {"absent": f"{VISIBLE}={os.environ[VISIBLE]} hides all {count} GPU(s)"}
-        return {
+        facts = {
             "driver": pynvml.nvmlSystemGetDriverVersion(),
             "gpus": [_gpu(pynvml, index) for index in indices],
         }
+        if facts["gpus"]:
+            facts["cuda"] = cuda_driver.ask_driver(_rank_environment(args))
+            facts["torch"] = cuda_driver.torch_build()
+        return facts
     finally:
         pynvml.nvmlShutdown()
+
+
+def _rank_environment(args: dict) -> dict[str, str]:
+    """Return the environment of a rank here, as far as it decides which driver library is loaded
+    and which GPUs that shows.
+    """
+    if args.get("local"):
+        return dict(os.environ)
+    environment = {name: value for name, value in os.environ.items() if name != VISIBLE}
+    if args.get("library_path"):
+        environment["LD_LIBRARY_PATH"] = args["library_path"]
+    return environment
 
 
 def _gpu(pynvml: Any, index: int) -> dict:
@@ -75,7 +119,9 @@ def _gpu(pynvml: Any, index: int) -> dict:
         except pynvml.NVMLError:
             return None
 
-    memory = pynvml.nvmlDeviceGetMemoryInfo(device)
+    # GPUs that share the host's memory have none of their own, and a container with a MIG instance
+    # may not read that of the GPU.
+    memory = supported(pynvml.nvmlDeviceGetMemoryInfo)
     uncorrected, since_boot = (pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC)
     _, _, pending, failed = supported(pynvml.nvmlDeviceGetRemappedRows) or [None] * 4
     reasons = supported(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons)
@@ -92,9 +138,9 @@ def _gpu(pynvml: Any, index: int) -> dict:
     processes = supported(pynvml.nvmlDeviceGetComputeRunningProcesses) or []
     return {
         "index": index,
-        "name": pynvml.nvmlDeviceGetName(device),
-        "memory_total": memory.total,
-        "memory_free": memory.free,
+        "name": supported(pynvml.nvmlDeviceGetName) or "unnamed GPU",
+        "memory_total": None if memory is None else memory.total,
+        "memory_free": None if memory is None else memory.free,
         "ecc_uncorrected": supported(pynvml.nvmlDeviceGetTotalEccErrors, uncorrected, since_boot),
         "remap_pending": None if pending is None else bool(pending),
         "remap_failed": None if failed is None else bool(failed),
@@ -186,12 +232,18 @@ def gpus_for_all_slots(context: Context) -> Results:
                 fix = f"delete {name} from the hostfile, or repair its driver"
             yield fail(f"{count} GPU(s) for {slots} slots", f"at least {slots}", fix, name)
         else:
-            yield ok(f"{count} x {facts['gpus'][0].get('name')}", name)
+            yield ok(f"{count} x {facts['gpus'][0].get('name', '?')}", name)
     for name, problem in context.probe_errors("gpus").items():
-        hangs = context.facts[name]["gpus"].get("timeout")
-        install = f"on {name}: pip install -c constraints.txt nvidia-ml-py"
-        fix = "the driver hangs: reboot the node, or exclude it" if hangs else install
-        yield fail(problem, "an answer of NVML within 20 s", fix, name)
+        if context.facts[name]["gpus"].get("timeout"):
+            fix = (
+                "the driver hangs, or initializes its GPUs at every call: start"
+                " nvidia-persistenced; otherwise reboot the node, or exclude it"
+            )
+        elif problem.startswith("ModuleNotFoundError"):
+            fix = f"on {name}: pip install -c constraints.txt nvidia-ml-py"
+        else:
+            fix = "if nvidia-smi fails there, too: reload the driver, or reboot the node"
+        yield fail(problem, f"an answer of the driver within {PROBE_SECONDS} s", fix, name)
 
 
 @check("GPU002", 1, "node", "GPU health")
@@ -248,6 +300,8 @@ def _occupation(gpu: dict) -> tuple[str, str, str] | None:
     ]
     if held:
         return "; ".join(held), "no process on it", "end them (preflight never does), or wait"
+    if gpu["memory_free"] is None:
+        return None
     used = gpu["memory_total"] - gpu["memory_free"]
     if used > GPU_MEMORY_IN_USE:
         measured = f"{format_bytes(used)} in use by no visible process"
@@ -280,3 +334,57 @@ def gpus_are_alike(context: Context) -> Results:
             expected = "GPUs of one model"
         fix = "expect the speed of the slowest GPU, or exclude the node"
         yield warn(measured, expected, fix, name)
+
+
+@check("GPU006", 1, "node", "torch on GPUs")
+def torch_can_use_gpus(context: Context) -> Results:
+    """The CUDA driver of a node with GPUs starts, and torch is built for a CUDA that it supports;
+    otherwise the ranks would train on the CPU.
+
+    Asks the driver itself (cuInit) and reads the version of torch's build, without importing
+    torch.
+    """
+    for name, facts in context.probe_values("gpus").items():
+        if not facts.get("gpus"):
+            yield skip(facts.get("absent", "no GPU"), name)
+            continue
+        faults = [*_driver_faults(facts), *_torch_faults(facts, context.local)]
+        for measured, expected, fix in faults:
+            yield fail(measured, expected, fix, name)
+        if not faults:
+            torch = f"; torch {facts['torch']['version']}" if facts["torch"] else ""
+            yield ok(f"driver {facts['driver']} starts CUDA{torch}", name)
+
+
+def _driver_faults(facts: dict) -> Iterator[tuple[str, str, str]]:
+    """Yield (measured, expected, fix) if the CUDA driver does not start."""
+    expected = "a CUDA driver that starts"
+    if "error" in facts["cuda"]:
+        yield facts["cuda"]["error"], expected, facts["cuda"]["fix"]
+    elif code := facts["cuda"]["code"]:
+        fix = "look for the cause in `dmesg | grep NVRM`; reload the driver, or reboot the node"
+        meaning, fix = CUDA_STATUS.get(code, ("", fix))
+        yield f"cuInit fails with status {code}{meaning and f': {meaning}'}", expected, fix
+
+
+def _torch_faults(facts: dict, local: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield (measured, expected, fix) if torch is built for CPUs, or for a newer CUDA."""
+    build, supported = facts["torch"], facts["cuda"].get("version")
+    if build is None or build["hip"]:
+        return
+    major = supported and supported // 1000
+    install = f"install a torch built for CUDA{f' {major}' if major else ''}"
+    if build["cuda"] is None:
+        on_purpose = f'{VISIBLE}=""' if local else "--skip GPU006"
+        yield (
+            f"torch {build['version']} is built without CUDA",
+            "a torch that can use the GPUs",
+            f"{install} (pytorch.org), or train on the CPUs on purpose: {on_purpose}",
+        )
+    elif major and int(build["cuda"].split(".")[0]) > major:
+        yield (
+            f"torch {build['version']} is built for CUDA {build['cuda']}; driver"
+            f" {facts['driver']} supports {major}.{supported % 1000 // 10}",
+            f"a driver for CUDA {build['cuda'].split('.')[0]} or newer",
+            f"update the driver, or {install} (pytorch.org)",
+        )

@@ -34,6 +34,7 @@ from mmldlm.preflight.check import Result, Results, check, fail, ok, skip, warn
 from mmldlm.preflight.context import Context
 from mmldlm.utils.environment import platform_variables
 from mmldlm.utils.formatting import join_some
+from mmldlm.utils.gpus import VISIBLE
 
 CHECKS = {"ENV002", "LNCH003"}
 OWN_SHELLS = "torchrun is started on each node by its own shell: set variables there"
@@ -99,9 +100,13 @@ def _parse_output(context: Context, output: str) -> tuple[dict[str, dict], list[
             # The timeout may have truncated the line.
             report = json.loads(report_json)
             if report["hostname"] in names:
+                variables = report["variables"]
+                if context.launcher == "deepspeed":
+                    # It names the GPUs of the ranks that it starts, here of one per node.
+                    variables.pop(VISIBLE, None)
                 launched[names[report["hostname"]]] = {
                     "rank": report["rank"],
-                    "variables": report["variables"],
+                    "variables": variables,
                 }
     return launched, [line for line in other if line.strip()]
 

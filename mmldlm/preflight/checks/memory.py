@@ -45,7 +45,7 @@ def memory_fits(context: Context) -> Result:
         return skip(reason)
     smallest = _smallest_memory(context)
     if smallest is None:
-        return skip("no node reported its memory")
+        return skip("no node reported the memory of its ranks")
     location, available, on_gpu = smallest
     config = context.run_config
     plan = memory_model.plan_of(config)
@@ -144,15 +144,13 @@ def _smallest_memory(context: Context, of_hosts: bool = False) -> tuple[str, flo
     for node in context.nodes:
         facts = context.facts.get(node.name) or (context.head if context.level == 0 else {})
         location = node.name if context.level or context.local else "a node like this machine"
-        gpus = [
-            gpu
-            for gpu in facts.get("gpus", {}).get("value", {}).get("gpus", ())
-            if "memory_free" in gpu
-        ]
+        gpus = facts.get("gpus", {}).get("value", {}).get("gpus", ())
+        # Lost GPUs have none, and some do not tell it.
+        free = [gpu["memory_free"] for gpu in gpus if gpu.get("memory_free") is not None]
         memory = facts.get("memory", {}).get("value")
         if gpus and not of_hosts:
-            free = min(gpu["memory_free"] for gpu in gpus[: node.slots])
-            candidates.append((f"a GPU of {location}", free, True))
+            if free:
+                candidates.append((f"a GPU of {location}", min(free[: node.slots]), True))
         elif memory and (gpus or not of_hosts):
             candidates.append(
                 (

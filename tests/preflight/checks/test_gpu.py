@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 import sys
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
+import pynvml
 import pytest
+import torch
+from pynvml import NVML_ERROR_NOT_SUPPORTED, NVMLError
 
+from mmldlm.errors import UserError
 from mmldlm.preflight.check import FAIL, PASS, SKIP, WARN
 from mmldlm.preflight.checks import gpu as probe
 from mmldlm.utils.gpus import visible_gpus
@@ -15,10 +21,10 @@ from tests.support.preflight_context import GIB, gpu, gpus, make_context, run
 
 def test_healthy_gpus_pass_and_a_cpu_run_skips():
     sound = make_context(gpus=gpus(gpu()))
-    for id in ("GPU001", "GPU002", "GPU003", "GPU004", "GPU005"):
+    for id in ("GPU001", "GPU002", "GPU003", "GPU004", "GPU005", "GPU006"):
         assert {r.status for r in run(id, sound).values()} == {PASS}, id
     cpu = make_context(gpus={"absent": "no NVIDIA driver"})
-    for id in ("GPU001", "GPU002", "GPU003", "GPU004"):
+    for id in ("GPU001", "GPU002", "GPU003", "GPU004", "GPU006"):
         assert {r.status for r in run(id, cpu).values()} == {SKIP}, id
         assert all("no NVIDIA driver" in r.why for r in run(id, cpu).values())
 
@@ -90,11 +96,108 @@ def test_a_node_of_two_gpu_models_warns():
 
 def test_an_unanswered_question_is_a_failure_and_not_a_cpu_run():
     context = make_context(gpus=gpus(gpu()))
-    for name, error in (("a", {"error": "x", "timeout": True}), ("b", {"error": "No module"})):
-        context.facts[name]["gpus"] = error
+    context.facts["a"]["gpus"] = {"error": "x", "timeout": True}
+    context.facts["b"]["gpus"] = {"error": "ModuleNotFoundError: No module named 'pynvml'"}
+    context.facts["c"]["gpus"] = {"error": "NVMLError_Unknown: Unknown Error"}
     found = run("GPU001", context)
-    assert [found[name].status for name in "abc"] == [FAIL, FAIL, PASS]
-    assert "the driver hangs" in found["a"].fix and "nvidia-ml-py" in found["b"].fix
+    assert [found[name].status for name in "abc"] == [FAIL, FAIL, FAIL]
+    assert "the driver hangs" in found["a"].fix and "nvidia-persistenced" in found["a"].fix
+    assert "nvidia-ml-py" in found["b"].fix and "pip" not in found["c"].fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "measured", "fix"),
+    [
+        ({"cuda": {"code": 802, "version": 13000}}, "status 802", "fabric manager"),
+        ({"cuda": {"code": 999, "version": 13000}}, "status 999", "reload the driver"),
+        ({"cuda": {"error": "libcuda.so.1: missing", "fix": "install it"}}, "missing", "install"),
+        # Driver 535 under the torch of PyPI.
+        (
+            {
+                "cuda": {"code": 0, "version": 12020},
+                "torch": {"version": "2.13.0", "cuda": "13.0", "hip": None},
+            },
+            "CUDA 13.0; driver 570.1 supports 12.2",
+            "update the driver, or install a torch built for CUDA 12",
+        ),
+        (
+            {"torch": {"version": "2.13.0+cpu", "cuda": None, "hip": None}},
+            "2.13.0+cpu is built without CUDA",
+            "--skip GPU006",
+        ),
+    ],
+)
+def test_gpus_that_torch_cannot_use_fail(changes, measured, fix):
+    """The run would train on the CPU."""
+    found = run(
+        "GPU006", make_context(("a", "b"), gpus={"a": gpus(gpu(), **changes), "b": gpus(gpu())})
+    )
+    assert found["a"].status == FAIL and found["b"].status == PASS
+    assert measured in found["a"].measured and fix in found["a"].fix
+
+
+def test_other_builds_of_torch_pass():
+    """A later minor release of the driver's CUDA, ROCm, and no torch, of which others tell."""
+    for build in (
+        {"version": "2.9.0+cu129", "cuda": "12.9", "hip": None},
+        {"version": "2.9.0+rocm6.4", "cuda": None, "hip": "6.4"},
+        None,
+    ):
+        found = run("GPU006", make_context(gpus=gpus(gpu(), torch=build)))
+        assert {result.status for result in found.values()} == {PASS}
+
+
+def test_the_fix_on_this_machine_is_an_empty_variable():
+    build = {"version": "2.13.0+cpu", "cuda": None, "hip": None}
+    context = make_context(("localhost",), gpus=gpus(gpu(), torch=build))
+    context.local = True
+    assert 'CUDA_VISIBLE_DEVICES=""' in run("GPU006", context)["localhost"].fix
+
+
+LIBCUDA = """
+#include <stdlib.h>
+int cuDriverGetVersion(int *version) { *version = 12020; return 0; }
+int cuInit(unsigned flags) { return getenv("CUDA_VISIBLE_DEVICES") ? 100 : 802; }
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_driver_of_the_ranks_is_asked(monkeypatch, tmp_path):
+    """A library in the LD_LIBRARY_PATH of the ranks, which on other nodes see all GPUs."""
+    (tmp_path / "cuda.c").write_text(LIBCUDA)
+    library = str(tmp_path / "libcuda.so.1")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, tmp_path / "cuda.c"], check=True)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(2))
+    monkeypatch.setattr(probe, "_gpu", lambda pynvml, index: gpu(index=index))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    found = probe.gpus({"local": False, "library_path": str(tmp_path)})
+    assert found["cuda"] == {"code": 802, "version": 12020}
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
+    found = probe.gpus({"local": True})
+    assert found["cuda"] == {"code": 100, "version": 12020}
+    assert found["torch"] == {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+    }
+
+
+def test_gpus_that_tell_neither_name_nor_memory_pass(monkeypatch):
+    """MIG in a container (no permission), and GPUs that share the host's memory (not
+    supported).
+    """
+
+    def refuse(*args):
+        raise NVMLError(NVML_ERROR_NOT_SUPPORTED)
+
+    silent = ModuleType("pynvml")
+    silent.__dict__.update({name: getattr(pynvml, name) for name in dir(pynvml)})
+    functions = [name for name in dir(pynvml) if name.startswith("nvmlDeviceGet")]
+    silent.__dict__.update(dict.fromkeys(functions, refuse))
+    silent.nvmlDeviceGetHandleByIndex = lambda index: index
+    context = make_context(("a",), gpus=gpus(probe._gpu(silent, 0)))
+    for id in ("GPU001", "GPU002", "GPU003", "GPU004", "GPU005"):
+        assert run(id, context)["a"].status == PASS, id
 
 
 class NvmlError(Exception):
@@ -163,6 +266,10 @@ def test_a_run_on_this_machine_is_checked_on_its_visible_gpus_and_gets_them(monk
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     command = context.launcher_command(["train.py"], tmp_path / "hostfile")
     assert command[command.index("--num_gpus") + 1] == "2" and "--include" not in command
+    # DeepSpeed would take another instance of the GPU, or all of it.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-x")
+    with pytest.raises(UserError, match="--launcher torchrun"):
+        context.launcher_command(["train.py"], tmp_path / "hostfile")
 
 
 def test_hidden_gpus_are_a_cpu_run_and_the_report_says_so(monkeypatch):

@@ -151,3 +151,18 @@ def test_the_least_checkpointing_that_fits_is_named():
     (found,) = run("MEM001", context).values()
     assert found.fix.startswith("use fsdp (")
     assert "or set model.gradient_checkpointing=1 (zero1 then needs" in found.fix
+
+
+def test_gpus_that_do_not_tell_their_memory_are_not_the_host():
+    sizes = {"trainable": 10**9, "frozen": 0, "largest_block": 10**7, "activations": 0}
+    silent = {**gpu(), "memory_total": None, "memory_free": None}
+    context = make_context(
+        gpus={"a": gpus(silent), "b": gpus(gpu()), "c": gpus(gpu())}, memory={"available": GIB}
+    )
+    context.data_facts = {**sizes, "logits_gpu": 0}
+    context.config = build_config({"training": {"dtype": "bf16"}})
+    (found,) = run("MEM001", context).values()
+    assert found.status == PASS and "a GPU of b" in found.measured
+    context.facts["b"] = context.facts["c"] = context.facts["a"]
+    (found,) = run("MEM001", context).values()
+    assert found.status == SKIP
