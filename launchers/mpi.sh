@@ -40,7 +40,7 @@ if [ -n "${HOSTFILE:-}" ] && [ -z "${SLURM_JOB_ID:-}${PBS_JOBID:-}${LSB_JOBID:-}
     mmldlm_check_hosts
 fi
 carry=()
-for name in OMP_NUM_THREADS DS_ACCELERATOR MASTER_ADDR MASTER_PORT "${names[@]}"; do
+for name in LD_LIBRARY_PATH OMP_NUM_THREADS DS_ACCELERATOR MASTER_ADDR MASTER_PORT "${names[@]}"; do
     if [ -n "${!name:-}" ]; then carry+=(-x "$name"); fi
 done
 [ "$(id -u)" != 0 ] || carry+=(--allow-run-as-root)

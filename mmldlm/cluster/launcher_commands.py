@@ -109,6 +109,14 @@ def _check_plain(texts: dict[str, str]) -> None:
         )
 
 
+def plain_library_path() -> str:
+    """Return the folders in LD_LIBRARY_PATH of this shell that DeepSpeed's launcher can pass
+    through shells on nodes.
+    """
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    return os.pathsep.join(folder for folder in folders if run_decoded.PLAIN.fullmatch(folder))
+
+
 def torchrun_command(
     nodes: Sequence[Node], node_rank: int, address: str, port: int, script: list[str]
 ) -> list[str]:
@@ -155,11 +163,12 @@ def mpi_command(
     ssh_port: int | None,
     ssh_options: Sequence[str],
     script: list[str],
+    carry: Sequence[str] = (),
 ) -> list[str]:
     """Return Open MPI's `mpirun` command, with ranks in hostfile order.
 
     It passes no variables by itself: a MASTER_PORT of this shell would reach only the ranks of
-    this machine.
+    this machine. `carry` names those of this shell that the ranks get, if they are set.
     """
     hosts = ",".join(f"{'localhost' if local else node.name}:{node.slots}" for node in nodes)
     num_ranks = sum(node.slots for node in nodes)
@@ -178,6 +187,7 @@ def mpi_command(
         "-x",
         f"MASTER_PORT={port}",
     ]
+    command += [word for name in carry if name in os.environ for word in ("-x", name)]
     # Of an option that is given twice, ssh takes the first.
     agent = " ".join(f"ssh {joined_ssh_options(ssh_options)} -o BatchMode=yes".split())
     agent += f" -p {ssh_port}" if ssh_port else ""

@@ -40,6 +40,14 @@ from mmldlm.preflight.runner import AGENT
         (255, "something new", "ended"),
         (70, "", "cwd"),
         (71, "", "python"),
+        (
+            127,
+            (
+                "motd\n/opt/bin/python: error while loading shared libraries:"
+                " libpython3.11.so.1.0: cannot open shared object file: No such file or directory"
+            ),
+            "library",
+        ),
         (1, "Traceback ...\nModuleNotFoundError: No module named 'mmldlm'", "import"),
     ],
 )
@@ -154,6 +162,23 @@ def test_the_login_shell_reads_nothing_but_words():
     """Csh takes `2>/dev/null` for an argument 2 and a redirection of the output."""
     remote, here = Agent("n1", AGENT), local("n1")
     assert shlex.split(remote.command[-1]) == ["exec", *here.command]
+
+
+def test_an_agent_starts_with_the_libraries_of_the_head(monkeypatch):
+    """Those of an environment module, which a login over ssh does not load."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/a b:/opt/c")
+    remote = Agent("n1", AGENT)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/login")
+    agent = local("n1", ["sh", "-c", remote.command[-1]])
+    agent.start()
+    try:
+        says = ["sh", "-c", "echo $LD_LIBRARY_PATH"]
+        (done,) = agent.request("run", {"commands": [{"command": says}], "seconds": 20})
+        assert done["output"] == "/opt/a b:/opt/c\n"
+        facts = agent.request("collect_facts", {"probes": ["environment"]})
+        assert facts["environment"]["value"]["LD_LIBRARY_PATH"] == "/of/login"
+    finally:
+        agent.stop()
 
 
 def test_options_of_the_user_come_before_those_of_the_agent():

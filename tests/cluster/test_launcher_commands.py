@@ -126,9 +126,14 @@ def test_mpirun_passes_the_master_of_the_launch(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29777")
     monkeypatch.setenv("MASTER_ADDR", "n9")
     says = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
-    line = mpi_command([Node("localhost", 1)], True, "10.0.0.1", 29611, None, [], ["-c", says])
+    carry = ["LD_LIBRARY_PATH", "NOT_SET"]
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
+    line = mpi_command(
+        [Node("localhost", 1)], True, "10.0.0.1", 29611, None, [], ["-c", says], carry
+    )
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.stdout == "10.0.0.1 29611\n", done.stderr
+    assert "LD_LIBRARY_PATH" in line and "NOT_SET" not in line
 
 
 def test_srun_starts_ranks_in_the_order_of_the_hostfile():
