@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -173,7 +174,7 @@ def mpi_command(
     hosts = ",".join(f"{'localhost' if local else node.name}:{node.slots}" for node in nodes)
     num_ranks = sum(node.slots for node in nodes)
     command = [
-        "mpirun",
+        _mpirun(),
         "-np",
         str(num_ranks),
         "--host",
@@ -195,6 +196,18 @@ def mpi_command(
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")
     return [*command, sys.executable, *script]
+
+
+def _mpirun() -> str:
+    """Return mpirun by the path from which Open MPI derives --prefix: where its daemon and
+    libraries are on other nodes, whose logins may not know them. launchers/mpi.sh does the same.
+
+    The system's own needs none, and with it would put /usr/lib before the libraries of packages.
+    """
+    path = shutil.which("mpirun") or "mpirun"
+    folder = os.path.dirname(os.path.abspath(path))
+    has_daemon = any(os.access(f"{folder}/{name}", os.X_OK) for name in ("orted", "prted"))
+    return f"{folder}/mpirun" if has_daemon and folder not in ("/usr/bin", "/bin") else "mpirun"
 
 
 # Slurm sets neither RANK nor a master address; with all five variables, tasks need no discovery.

@@ -18,6 +18,7 @@ from mmldlm.utils.environment import (
     check_rank_variables,
     int_from_env,
 )
+from mmldlm.utils.formatting import describe_os_error
 from mmldlm.utils.network import free_port
 
 if TYPE_CHECKING:  # `mmldlm launch` starts without torch
@@ -77,11 +78,13 @@ def set_env_from_mpi() -> None:
     this process.
 
     Does nothing under another launcher. Variables that are already set stay: DeepSpeed's own
-    discovery would overwrite an exported MASTER_ADDR. mpi4py is imported here only, because it
-    needs a libmpi.
+    discovery would overwrite an exported MASTER_ADDR. The one of rank 0 is the default of the
+    others; without it, rank 0 looks up the name of its host, if there are others. mpi4py is
+    imported here only, because it needs a libmpi.
 
     Raises:
-        UserError: mpi4py, or the libmpi that it loads, is missing.
+        UserError: mpi4py, or the libmpi that it loads, is missing; on all ranks: rank 0 has no
+            address that other hosts reach.
     """
     if "RANK" in os.environ or not any(name in os.environ for name in _MPI_RANK_NAMES):
         return
@@ -96,9 +99,17 @@ def set_env_from_mpi() -> None:
         ) from error
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    address, port = world.bcast(
-        (socket.gethostbyname(socket.gethostname()), free_port("")), root=0
+    is_first, has_other_hosts = world.Get_rank() == 0, world.Get_size() > node.Get_size()
+    address, port, problem = world.bcast(
+        _mpi_master(has_other_hosts) if is_first else None, root=0
     )
+    if problem:
+        raise UserError(
+            "an address of rank 0's host for the other ranks",
+            problem,
+            "name it by mpirun -x MASTER_ADDR=ADDRESS, or give the host's name its address in"
+            " /etc/hosts",
+        )
     variables = {
         "RANK": world.Get_rank(),
         "LOCAL_RANK": node.Get_rank(),
@@ -109,6 +120,25 @@ def set_env_from_mpi() -> None:
     }
     for name, value in variables.items():
         os.environ.setdefault(name, str(value))
+
+
+def _mpi_master(has_other_hosts: bool) -> tuple[str, str, str]:
+    """Return MASTER_ADDR and MASTER_PORT of this process, which is rank 0, with defaults; and what
+    is wrong with the address, or "".
+    """
+    address, host = os.environ.get("MASTER_ADDR", ""), socket.gethostname()
+    port = os.environ.get("MASTER_PORT") or str(free_port(""))
+    source = f"MASTER_ADDR={address}"
+    if not address and not has_other_hosts:
+        return "127.0.0.1", port, ""
+    if not address:
+        try:
+            address = socket.gethostbyname(host)
+        except OSError as error:
+            return "", port, f"its name {host} does not resolve there ({describe_os_error(error)})"
+        source = f"its name {host} is {address} there"
+    is_loopback = has_other_hosts and address.startswith("127.")
+    return address, port, f"{source}, which no other host reaches" if is_loopback else ""
 
 
 # Variables of (rank, number of ranks) of launchers that set neither RANK nor an address of rank 0.

@@ -136,6 +136,19 @@ def test_mpirun_passes_the_master_of_the_launch(monkeypatch):
     assert "LD_LIBRARY_PATH" in line and "NOT_SET" not in line
 
 
+@pytest.mark.parametrize(
+    ("programs", "is_named"), [(("mpirun", "orted"), True), (("mpirun",), False), ((), False)]
+)
+def test_mpirun_of_a_module_is_named_by_its_path(programs, is_named, tmp_path, monkeypatch):
+    """Open MPI finds its daemon on other nodes by it; but not that of a wrapper or the system."""
+    for name in programs:
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    line = mpi_command(NODES, False, "10.0.0.1", 29500, None, [], ["rank.py"])
+    assert line[0] == (f"{tmp_path}/mpirun" if is_named else "mpirun")
+
+
 def test_srun_starts_ranks_in_the_order_of_the_hostfile():
     """Slurm's own is that of its names: node-1 would have rank 0 here, and node-9 the master."""
     nodes = [Node("node-9", 2), Node("node-1", 2), Node("node-10", 2)]
