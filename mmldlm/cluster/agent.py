@@ -153,7 +153,9 @@ def ssh_command(
 ) -> list[str]:
     """Return an ssh command without prompts and with a connection timeout of `connect` seconds.
 
-    The user's options come first: of each, ssh takes the first value that it finds.
+    The user's options come first: of each, ssh takes the first value that it finds. It uses a
+    connection that is shared already (ControlPath), and shares none: other sessions, such as the
+    launcher's, would end with it.
     """
     batch = [
         "-o",
@@ -162,6 +164,8 @@ def ssh_command(
         f"ConnectTimeout={connect}",
         "-o",
         "ServerAliveInterval=5",
+        "-o",
+        "ControlMaster=no",
         "-T",
     ]
     return ["ssh", *options, *batch, *(["-p", str(port)] if port else []), name]

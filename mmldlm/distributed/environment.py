@@ -287,15 +287,20 @@ def _set_env_from_slurm() -> None:
     if num_local is not None:
         environment.setdefault("LOCAL_WORLD_SIZE", str(num_local))
     address = "127.0.0.1" if num_nodes == "1" else first_host(nodes)
-    job, step = (
-        int(re.sub(r"\D", "", environment.get(f"SLURM_{name}_ID", "")) or 0)
-        for name in ("JOB", "STEP")
-    )
     environment.setdefault("MASTER_ADDR", address)
-    environment.setdefault("MASTER_PORT", str(_PORTS[(job * 31 + step) % len(_PORTS)]))
+    environment.setdefault("MASTER_PORT", str(slurm_port()))
     environment.update(
         RANK=environment["SLURM_PROCID"], LOCAL_RANK=local_rank, WORLD_SIZE=str(_slurm_size())
     )
+
+
+def slurm_port() -> int:
+    """Return the port for the ranks of this job and step of Slurm: jobs may share nodes."""
+    job, step = (
+        int(re.sub(r"\D", "", os.environ.get(f"SLURM_{name}_ID", "")) or 0)
+        for name in ("JOB", "STEP")
+    )
+    return _PORTS[(job * 31 + step) % len(_PORTS)]
 
 
 def _tasks_on_this_node() -> int | None:

@@ -188,6 +188,22 @@ def test_options_of_the_user_come_before_those_of_the_agent():
     assert "connecttimeout 30" in done.stdout and "port 2222" in done.stdout
 
 
+def test_no_session_of_a_launcher_rides_on_that_of_an_agent(tmp_path):
+    """Ssh would make the first of them the master of ControlMaster auto, and all end with it."""
+    config = tmp_path / "config"
+    config.write_text("ControlMaster auto\nControlPath ~/.ssh/%C\n")
+
+    def settings(*options: str) -> list[str]:
+        ssh, *words = ssh_command("n1", None, options)
+        done = subprocess.run(
+            [ssh, "-G", "-F", config, *words], capture_output=True, text=True, check=True
+        )
+        return [line for line in done.stdout.splitlines() if line.startswith("controlmaster")]
+
+    assert settings() in (["controlmaster false"], ["controlmaster no"])
+    assert settings("-oControlMaster=auto") == ["controlmaster auto"]
+
+
 def test_a_held_port_names_its_holder():
     agent = local("here")
     agent.start()
