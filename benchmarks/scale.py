@@ -204,7 +204,8 @@ def node_facts(index: int) -> dict[str, Any]:
     if differs:
         files["shard-00003.tokens"] = {"blocks": f"{index:064x}"}
     ethernet = {
-        "name": "eth0", "addresses": [f"10.1.{index // 256}.{index % 256}"], "up": True,
+        "name": "eth0", "addresses": [f"10.1.{index // 256}.{index % 256}"],
+        "networks": ["10.1.0.0/16"], "ipv6": True, "up": True,
         "switched_on": True, "loopback": False, "virtual": False, "mtu": 1500,
     }  # fmt: skip
     return {

@@ -40,9 +40,15 @@ if [ -n "${HOSTFILE:-}" ] && [ -z "${SLURM_JOB_ID:-}${PBS_JOBID:-}${LSB_JOBID:-}
     mmldlm_check_hosts
 fi
 carry=()
-for name in OMP_NUM_THREADS DS_ACCELERATOR MASTER_ADDR MASTER_PORT "${names[@]}"; do
+for name in LD_LIBRARY_PATH OMP_NUM_THREADS DS_ACCELERATOR MASTER_ADDR MASTER_PORT "${names[@]}"; do
     if [ -n "${!name:-}" ]; then carry+=(-x "$name"); fi
 done
 [ "$(id -u)" != 0 ] || carry+=(--allow-run-as-root)
-exec mpirun -np "$ranks" "${where[@]}" --bind-to none --map-by slot "${carry[@]}" \
+# By the path from which Open MPI derives where its daemon and libraries are on other nodes (mmldlm/cluster/launcher_commands.py).
+mpirun=$(realpath -s "$(command -v mpirun)")
+case $mpirun in
+/usr/bin/* | /bin/*) mpirun=mpirun ;;
+*) [ -x "${mpirun%/*}/orted" ] || [ -x "${mpirun%/*}/prted" ] || mpirun=mpirun ;;
+esac
+exec "$mpirun" -np "$ranks" "${where[@]}" --bind-to none --map-by slot "${carry[@]}" \
     "$PYTHON" -u "$MMLDLM_PACKAGE/train.py" "${MMLDLM_ARGS[@]}" "$@"

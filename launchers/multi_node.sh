@@ -15,7 +15,8 @@
 #   NPROC_PER_NODE   ranks per node (default: its GPUs, or 1); with HOSTFILE its slots
 #   CONFIG_NAME, DS_CONFIG, LEARNING_RATE ...: as in launchers/single_node.sh
 #
-# Checkout, virtual environment and data must have the same path on every node: shared, or installed on each.
+# Checkout, virtual environment and data must have the same path on every node: shared, or installed on each. With a Python of
+# an environment module, name its libraries in ./.deepspeed_env (LD_LIBRARY_PATH=...): DeepSpeed passes no other (mmldlm launch does).
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 . "$here/_env.sh"

@@ -9,7 +9,7 @@
 #SBATCH --open-mode=append
 # Train under Slurm:  sbatch launchers/slurm.sh data.latent_data_root=STORE [key=value ...]   (from the checkout's folder)
 #
-#   MASTER_PORT      default 29500
+#   MASTER_PORT      default: a port that depends on the job, since jobs may share nodes
 #   REQUEUES         how often the job may put itself back into the queue, to go on from its checkpoint (default 0)
 #   CONFIG_NAME, DS_CONFIG, LEARNING_RATE ...: as in launchers/single_node.sh
 #
@@ -48,7 +48,8 @@ if [ "$restarts" != 0 ] && has_saved "$@"; then set -- "$@" training.resume=auto
 mmldlm_check "$SLURM_NTASKS" "$@"
 # One address for all tasks: with its own address every task would wait for the others.
 MASTER_ADDR=${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}
-export MASTER_ADDR MASTER_PORT="${MASTER_PORT:-29500}"
+MASTER_PORT=${MASTER_PORT:-$("$PYTHON" -c 'from mmldlm.distributed.environment import slurm_port; print(slurm_port())')}
+export MASTER_ADDR MASTER_PORT
 # srun does not inherit --cpus-per-task from the batch job (Slurm 22.05 and later): every rank would get one core.
 export SRUN_CPUS_PER_TASK=${SRUN_CPUS_PER_TASK:-${SLURM_CPUS_PER_TASK:-1}}
 # A rank would divide the CPUs that it may use by the ranks of the node; where Slurm binds tasks, they are its own already.

@@ -36,10 +36,18 @@ _OTHER_FILES = 100
 # Bytes of the login shell's output that are kept.
 _KEPT_BYTES = 2000
 _NO_CWD, _NO_PYTHON = 70, 71
+# What the dynamic loader says of an interpreter that it cannot start.
+_NO_LIBRARY = "error while loading shared libraries"
 # For sh, not for the login shell: csh and fish read redirections and tests in another way.
 BOOTSTRAP = (
     "cd {cwd} 2>/dev/null || exit 70; [ -x {python} ] || command -v {python} >/dev/null || exit"
-    " 71; exec {python} -c {code}"
+    " 71; {exports}exec {python} -c {code}"
+)
+# A login over ssh does not load the environment modules of this shell, without whose libraries
+# their Python does not start. The login's own value is kept for the probe `environment`.
+LOGIN_LIBRARIES = "MMLDLM_LOGIN_LD_LIBRARY_PATH"
+_EXPORT_LIBRARIES = (
+    "export " + LOGIN_LIBRARIES + '="$LD_LIBRARY_PATH"; export LD_LIBRARY_PATH={libraries}; '
 )
 # The working folder, which -c puts on the path, is left out: a random.py of the user there would
 # replace Python's.
@@ -73,7 +81,8 @@ class AgentFailure(Exception):
 
     Attributes:
         cause: Cause of the failure: client (no ssh here), name, key_unknown, key_changed, denied,
-            refused, unreachable, closed, mtu, cwd, python, import, shell, silent or ended.
+            refused, unreachable, closed, mtu, cwd, python, library, import, shell, silent or
+            ended.
         message: Last line that ssh or the node printed.
     """
 
@@ -98,6 +107,8 @@ def classify(code: int | None, stderr: str, printed: bytes | None = b"") -> Agen
         return AgentFailure("cwd", f"no such folder: {os.getcwd()}")
     if code == _NO_PYTHON:
         return AgentFailure("python", f"no such interpreter: {sys.executable}")
+    if missing := next((line for line in lines if _NO_LIBRARY in line), None):
+        return AgentFailure("library", missing.strip())
     if code == 255:
         for cause, marks in _CAUSES:
             hit = next(
@@ -142,7 +153,9 @@ def ssh_command(
 ) -> list[str]:
     """Return an ssh command without prompts and with a connection timeout of `connect` seconds.
 
-    The user's options come first: of each, ssh takes the first value that it finds.
+    The user's options come first: of each, ssh takes the first value that it finds. It uses a
+    connection that is shared already (ControlPath), and shares none: other sessions, such as the
+    launcher's, would end with it.
     """
     batch = [
         "-o",
@@ -151,6 +164,8 @@ def ssh_command(
         f"ConnectTimeout={connect}",
         "-o",
         "ServerAliveInterval=5",
+        "-o",
+        "ControlMaster=no",
         "-T",
     ]
     return ["ssh", *options, *batch, *(["-p", str(port)] if port else []), name]
@@ -180,8 +195,13 @@ class Agent:
         self.name, self.local = name, local
         python = shlex.quote(sys.executable)
         code = _CODE.format(root=str(ROOT), module=module)
+        libraries = os.environ.get("LD_LIBRARY_PATH")
+        exports = _EXPORT_LIBRARIES.format(libraries=shlex.quote(libraries)) if libraries else ""
         bootstrap = BOOTSTRAP.format(
-            cwd=shlex.quote(os.getcwd()), python=python, code=shlex.quote(code)
+            cwd=shlex.quote(os.getcwd()),
+            python=python,
+            exports=exports,
+            code=shlex.quote(code),
         )
         self.command = (
             ["sh", "-c", bootstrap]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,6 +110,14 @@ def _check_plain(texts: dict[str, str]) -> None:
         )
 
 
+def plain_library_path() -> str:
+    """Return the folders in LD_LIBRARY_PATH of this shell that DeepSpeed's launcher can pass
+    through shells on nodes.
+    """
+    folders = os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep)
+    return os.pathsep.join(folder for folder in folders if run_decoded.PLAIN.fullmatch(folder))
+
+
 def torchrun_command(
     nodes: Sequence[Node], node_rank: int, address: str, port: int, script: list[str]
 ) -> list[str]:
@@ -155,16 +164,17 @@ def mpi_command(
     ssh_port: int | None,
     ssh_options: Sequence[str],
     script: list[str],
+    carry: Sequence[str] = (),
 ) -> list[str]:
     """Return Open MPI's `mpirun` command, with ranks in hostfile order.
 
     It passes no variables by itself: a MASTER_PORT of this shell would reach only the ranks of
-    this machine.
+    this machine. `carry` names those of this shell that the ranks get, if they are set.
     """
     hosts = ",".join(f"{'localhost' if local else node.name}:{node.slots}" for node in nodes)
     num_ranks = sum(node.slots for node in nodes)
     command = [
-        "mpirun",
+        _mpirun(),
         "-np",
         str(num_ranks),
         "--host",
@@ -178,6 +188,7 @@ def mpi_command(
         "-x",
         f"MASTER_PORT={port}",
     ]
+    command += [word for name in carry if name in os.environ for word in ("-x", name)]
     # Of an option that is given twice, ssh takes the first.
     agent = " ".join(f"ssh {joined_ssh_options(ssh_options)} -o BatchMode=yes".split())
     agent += f" -p {ssh_port}" if ssh_port else ""
@@ -185,6 +196,18 @@ def mpi_command(
     if os.geteuid() == 0:
         command.append("--allow-run-as-root")
     return [*command, sys.executable, *script]
+
+
+def _mpirun() -> str:
+    """Return mpirun by the path from which Open MPI derives --prefix: where its daemon and
+    libraries are on other nodes, whose logins may not know them. launchers/mpi.sh does the same.
+
+    The system's own needs none, and with it would put /usr/lib before the libraries of packages.
+    """
+    path = shutil.which("mpirun") or "mpirun"
+    folder = os.path.dirname(os.path.abspath(path))
+    has_daemon = any(os.access(f"{folder}/{name}", os.X_OK) for name in ("orted", "prted"))
+    return f"{folder}/mpirun" if has_daemon and folder not in ("/usr/bin", "/bin") else "mpirun"
 
 
 # Slurm sets neither RANK nor a master address; with all five variables, tasks need no discovery.

@@ -18,7 +18,7 @@ from mmldlm.utils.environment import (
     check_rank_variables,
     int_from_env,
 )
-from mmldlm.utils.formatting import count_noun
+from mmldlm.utils.formatting import count_noun, describe_os_error
 from mmldlm.utils.gpus import VISIBLE, count_visible_gpus
 from mmldlm.utils.network import free_port
 
@@ -87,11 +87,13 @@ def set_env_from_mpi() -> None:
     this process.
 
     Does nothing under another launcher. Variables that are already set stay: DeepSpeed's own
-    discovery would overwrite an exported MASTER_ADDR. mpi4py is imported here only, because it
-    needs a libmpi.
+    discovery would overwrite an exported MASTER_ADDR. The one of rank 0 is the default of the
+    others; without it, rank 0 looks up the name of its host, if there are others. mpi4py is
+    imported here only, because it needs a libmpi.
 
     Raises:
-        UserError: mpi4py, or the libmpi that it loads, is missing.
+        UserError: mpi4py, or the libmpi that it loads, is missing; on all ranks: rank 0 has no
+            address that other hosts reach.
     """
     if "RANK" in os.environ or not any(name in os.environ for name in _MPI_RANK_NAMES):
         return
@@ -106,9 +108,17 @@ def set_env_from_mpi() -> None:
         ) from error
     world = MPI.COMM_WORLD
     node = world.Split_type(MPI.COMM_TYPE_SHARED)
-    address, port = world.bcast(
-        (socket.gethostbyname(socket.gethostname()), free_port("")), root=0
+    is_first, has_other_hosts = world.Get_rank() == 0, world.Get_size() > node.Get_size()
+    address, port, problem = world.bcast(
+        _mpi_master(has_other_hosts) if is_first else None, root=0
     )
+    if problem:
+        raise UserError(
+            "an address of rank 0's host for the other ranks",
+            problem,
+            "name it by mpirun -x MASTER_ADDR=ADDRESS, or give the host's name its address in"
+            " /etc/hosts",
+        )
     variables = {
         "RANK": world.Get_rank(),
         "LOCAL_RANK": node.Get_rank(),
@@ -119,6 +129,25 @@ def set_env_from_mpi() -> None:
     }
     for name, value in variables.items():
         os.environ.setdefault(name, str(value))
+
+
+def _mpi_master(has_other_hosts: bool) -> tuple[str, str, str]:
+    """Return MASTER_ADDR and MASTER_PORT of this process, which is rank 0, with defaults; and what
+    is wrong with the address, or "".
+    """
+    address, host = os.environ.get("MASTER_ADDR", ""), socket.gethostname()
+    port = os.environ.get("MASTER_PORT") or str(free_port(""))
+    source = f"MASTER_ADDR={address}"
+    if not address and not has_other_hosts:
+        return "127.0.0.1", port, ""
+    if not address:
+        try:
+            address = socket.gethostbyname(host)
+        except OSError as error:
+            return "", port, f"its name {host} does not resolve there ({describe_os_error(error)})"
+        source = f"its name {host} is {address} there"
+    is_loopback = has_other_hosts and address.startswith("127.")
+    return address, port, f"{source}, which no other host reaches" if is_loopback else ""
 
 
 # Variables of (rank, number of ranks) of launchers that set neither RANK nor an address of rank 0.
@@ -267,15 +296,20 @@ def _set_env_from_slurm() -> None:
     if num_local is not None:
         environment.setdefault("LOCAL_WORLD_SIZE", str(num_local))
     address = "127.0.0.1" if num_nodes == "1" else first_host(nodes)
-    job, step = (
-        int(re.sub(r"\D", "", environment.get(f"SLURM_{name}_ID", "")) or 0)
-        for name in ("JOB", "STEP")
-    )
     environment.setdefault("MASTER_ADDR", address)
-    environment.setdefault("MASTER_PORT", str(_PORTS[(job * 31 + step) % len(_PORTS)]))
+    environment.setdefault("MASTER_PORT", str(slurm_port()))
     environment.update(
         RANK=environment["SLURM_PROCID"], LOCAL_RANK=local_rank, WORLD_SIZE=str(_slurm_size())
     )
+
+
+def slurm_port() -> int:
+    """Return the port for the ranks of this job and step of Slurm: jobs may share nodes."""
+    job, step = (
+        int(re.sub(r"\D", "", os.environ.get(f"SLURM_{name}_ID", "")) or 0)
+        for name in ("JOB", "STEP")
+    )
+    return _PORTS[(job * 31 + step) % len(_PORTS)]
 
 
 def _tasks_on_this_node() -> int | None:

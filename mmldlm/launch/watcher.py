@@ -24,7 +24,12 @@ from mmldlm.cluster.env_propagation import (
     read_env_file,
     run_variables,
 )
-from mmldlm.cluster.launcher_commands import START_SECONDS, pdsh_environment, torchrun_command
+from mmldlm.cluster.launcher_commands import (
+    START_SECONDS,
+    pdsh_environment,
+    plain_library_path,
+    torchrun_command,
+)
 from mmldlm.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED
 from mmldlm.launch import rank_wrapper
 from mmldlm.launch.local_launcher import COLLECTIVE_EXIT_CODES
@@ -513,21 +518,26 @@ def launcher_start(
     if context.launcher == "deepspeed":
         folder = "/"
         if not context.local:
-            environment = _runner_environment() | pdsh_environment(context.options.ssh_option)
+            environment = _runner_environment(log_dir.absolute() / "deepspeed_env")
+            environment |= pdsh_environment(context.options.ssh_option)
     return {"args": args, "env": environment, "cwd": folder}
 
 
-def _runner_environment() -> dict[str, str]:
+def _runner_environment(env_file: Path) -> dict[str, str]:
     """Return the environment of DeepSpeed's runner, without variables that it would paste into
     shell lines.
 
     Ranks get these variables, and those of .deepspeed_env, from the launch file. PYTHONPATH is
     kept for the node's launch.py; deepspeed_command rejects one that is not plain.
+    LD_LIBRARY_PATH, without which launch.py may not start, is passed by `env_file`, in place of
+    .deepspeed_env.
     """
+    libraries = plain_library_path()
+    env_file.write_text(f"LD_LIBRARY_PATH={libraries}\n" if libraries else "", encoding="utf-8")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(DEEPSPEED_EXPORTS)}
     python_path = [
         part for part in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(part)
     ]
     if python_path:
         environment["PYTHONPATH"] = os.pathsep.join(python_path)
-    return {**environment, "DS_ENV_FILE": "/nonexistent"}
+    return {**environment, "DS_ENV_FILE": str(env_file)}

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from mmldlm.cluster.agent import serve
+from mmldlm.cluster.agent import LOGIN_LIBRARIES, serve
 from mmldlm.cluster.connections import close, connect, listen
 from mmldlm.cluster.env_propagation import PREFIXES
 from mmldlm.preflight.checks import (
@@ -39,8 +39,16 @@ from mmldlm.utils.stop_signals import keep_exit_codes
 
 
 def environment(args: dict) -> dict:
-    """Return the variables relevant to a run, in a process that ssh started on this node."""
-    return {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
+    """Return the variables relevant to a run, in a process that ssh started on this node, with the
+    LD_LIBRARY_PATH of the login, not that of the head.
+    """
+    found = {name: value for name, value in os.environ.items() if name.startswith(PREFIXES)}
+    of_login = found.pop(LOGIN_LIBRARIES, None)
+    if of_login is not None:
+        del found["LD_LIBRARY_PATH"]
+        if of_login:
+            found["LD_LIBRARY_PATH"] = of_login
+    return found
 
 
 # Name -> (probe, a function of the request's arguments; its time limit in seconds).

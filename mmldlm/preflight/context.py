@@ -182,7 +182,9 @@ class Context:
         ssh_port = self.options.ssh_port
         if self.launcher == "mpi":
             options = self.options.ssh_option
-            return mpi_command(nodes, self.local, address, port, ssh_port, options, script)
+            # Without it, a Python of an environment module does not start.
+            carry = ["LD_LIBRARY_PATH"] if self.options.propagates_all else []
+            return mpi_command(nodes, self.local, address, port, ssh_port, options, script, carry)
         if self.launcher == "slurm":
             return srun_command(nodes, address, port, script)
         write_hostfile(hostfile, nodes)

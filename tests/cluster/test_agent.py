@@ -40,6 +40,14 @@ from mmldlm.preflight.runner import AGENT
         (255, "something new", "ended"),
         (70, "", "cwd"),
         (71, "", "python"),
+        (
+            127,
+            (
+                "motd\n/opt/bin/python: error while loading shared libraries:"
+                " libpython3.11.so.1.0: cannot open shared object file: No such file or directory"
+            ),
+            "library",
+        ),
         (1, "Traceback ...\nModuleNotFoundError: No module named 'mmldlm'", "import"),
     ],
 )
@@ -156,11 +164,44 @@ def test_the_login_shell_reads_nothing_but_words():
     assert shlex.split(remote.command[-1]) == ["exec", *here.command]
 
 
+def test_an_agent_starts_with_the_libraries_of_the_head(monkeypatch):
+    """Those of an environment module, which a login over ssh does not load."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/a b:/opt/c")
+    remote = Agent("n1", AGENT)
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/login")
+    agent = local("n1", ["sh", "-c", remote.command[-1]])
+    agent.start()
+    try:
+        says = ["sh", "-c", "echo $LD_LIBRARY_PATH"]
+        (done,) = agent.request("run", {"commands": [{"command": says}], "seconds": 20})
+        assert done["output"] == "/opt/a b:/opt/c\n"
+        facts = agent.request("collect_facts", {"probes": ["environment"]})
+        assert facts["environment"]["value"]["LD_LIBRARY_PATH"] == "/of/login"
+    finally:
+        agent.stop()
+
+
 def test_options_of_the_user_come_before_those_of_the_agent():
     """Of each, ssh takes the first."""
     command = ssh_command("n1", 2222, ["-oConnectTimeout=30"])
     done = subprocess.run([command[0], "-G", *command[1:]], capture_output=True, text=True)
     assert "connecttimeout 30" in done.stdout and "port 2222" in done.stdout
+
+
+def test_no_session_of_a_launcher_rides_on_that_of_an_agent(tmp_path):
+    """Ssh would make the first of them the master of ControlMaster auto, and all end with it."""
+    config = tmp_path / "config"
+    config.write_text("ControlMaster auto\nControlPath ~/.ssh/%C\n")
+
+    def settings(*options: str) -> list[str]:
+        ssh, *words = ssh_command("n1", None, options)
+        done = subprocess.run(
+            [ssh, "-G", "-F", config, *words], capture_output=True, text=True, check=True
+        )
+        return [line for line in done.stdout.splitlines() if line.startswith("controlmaster")]
+
+    assert settings() in (["controlmaster false"], ["controlmaster no"])
+    assert settings("-oControlMaster=auto") == ["controlmaster auto"]
 
 
 def test_a_held_port_names_its_holder():

@@ -126,9 +126,27 @@ def test_mpirun_passes_the_master_of_the_launch(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "29777")
     monkeypatch.setenv("MASTER_ADDR", "n9")
     says = "import os; print(os.environ['MASTER_ADDR'], os.environ['MASTER_PORT'])"
-    line = mpi_command([Node("localhost", 1)], True, "10.0.0.1", 29611, None, [], ["-c", says])
+    carry = ["LD_LIBRARY_PATH", "NOT_SET"]
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/lib")
+    line = mpi_command(
+        [Node("localhost", 1)], True, "10.0.0.1", 29611, None, [], ["-c", says], carry
+    )
     done = subprocess.run(line, capture_output=True, text=True, timeout=60)
     assert done.stdout == "10.0.0.1 29611\n", done.stderr
+    assert "LD_LIBRARY_PATH" in line and "NOT_SET" not in line
+
+
+@pytest.mark.parametrize(
+    ("programs", "is_named"), [(("mpirun", "orted"), True), (("mpirun",), False), ((), False)]
+)
+def test_mpirun_of_a_module_is_named_by_its_path(programs, is_named, tmp_path, monkeypatch):
+    """Open MPI finds its daemon on other nodes by it; but not that of a wrapper or the system."""
+    for name in programs:
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    line = mpi_command(NODES, False, "10.0.0.1", 29500, None, [], ["rank.py"])
+    assert line[0] == (f"{tmp_path}/mpirun" if is_named else "mpirun")
 
 
 def test_srun_starts_ranks_in_the_order_of_the_hostfile():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -261,3 +262,17 @@ def test_cpus_are_forced_only_where_the_nodes_have_no_gpus(
     if gpus is not None:
         one.context.facts = {name: {"gpus": {"value": {"gpus": gpus}}} for name in "abc"}
     assert watcher.rank_variables(one.context).get("DS_ACCELERATOR") == accelerator
+
+
+def test_deepspeeds_launcher_passes_the_libraries_of_the_head(watched, tmp_path, monkeypatch):
+    """Its launch.py on a node, and the wrappers of ranks, run before any launch file is read."""
+    one, _, _ = watched
+    (tmp_path / "pdsh").write_text('#!/bin/sh\necho "words: $*"\n')
+    (tmp_path / "pdsh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    # DeepSpeed would paste the last one into a line for the shells of the nodes.
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/opt/a:/opt/b:/$(touch pwned)")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    start = watcher.launcher_start(one.context, tmp_path, ["rank.py"], {})
+    done = subprocess.run(**start, capture_output=True, text=True, timeout=60)
+    assert "export LD_LIBRARY_PATH=/opt/a:/opt/b; " in done.stdout, done.stderr

@@ -9,6 +9,7 @@ import json
 import pytest
 
 from mmldlm.checkpoints.manifest import FORMAT, VERSION
+from mmldlm.distributed.environment import slurm_port
 from tests.launchers.test_refusals import SLURM, script, venv
 
 __all__ = ["venv"]
@@ -64,6 +65,18 @@ def test_other_ends_and_jobs_without_the_wish_are_not_requeued(slurm):
         done = slurm(SRUN_CODE=code, REQUEUES=wish)
         assert done.returncode == int(code) and "requeue" not in done.stdout, done.stderr
     assert slurm(SRUN_CODE="5", REQUEUES="often").returncode == 2
+
+
+def test_jobs_that_share_nodes_have_ports_of_their_own(slurm, venv, monkeypatch):
+    (venv / "bin" / "srun").write_text('#!/bin/bash\necho "port $MASTER_PORT"\n')
+    monkeypatch.delenv("SLURM_STEP_ID", raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "2")
+    of_another = slurm_port()
+    monkeypatch.setenv("SLURM_JOB_ID", SLURM["SLURM_JOB_ID"])
+    done = slurm()
+    assert done.stdout.split()[-2:] == ["port", str(slurm_port())], done.stderr
+    assert slurm_port() != of_another
+    assert slurm(MASTER_PORT="29777").stdout.split()[-1] == "29777"
 
 
 def test_a_job_of_thousands_of_nodes_finds_its_first(slurm, venv):

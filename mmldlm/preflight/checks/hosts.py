@@ -259,9 +259,14 @@ def everything_was_measured(context: Context) -> Results:
 @check("PY001", 1, "node", "python and folder")
 def python_and_folder(context: Context) -> Results:
     """The interpreter and the working folder of this command exist on the node; launchers use both
-    paths there.
+    paths there. The interpreter finds its libraries there, also those in LD_LIBRARY_PATH of this
+    shell, which `mmldlm launch` passes on.
     """
     fixes = {
+        "library": (
+            "make that library available on {name} at the same path as here, and name its folder"
+            " in LD_LIBRARY_PATH of this shell (module load), which the node gets"
+        ),
         "python": "install the same virtual environment at the same path on {name}, or share it",
         "cwd": "make the folder (the checkout) on {name} at the same path, or share it",
     }

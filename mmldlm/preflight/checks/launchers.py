@@ -166,6 +166,14 @@ def no_harmful_variables(context: Context) -> Results:
         if platform_variables():
             measured += ", as by a platform that numbers its nodes"
         yield warn(measured, "unset: a launcher starts the ranks", f"unset {' '.join(ranks)}")
+    if _drops_visible_gpus(context):
+        yield warn(
+            f"{VISIBLE}={os.environ[VISIBLE]} is not passed to other nodes: ranks use the first"
+            " GPUs there, one for each slot",
+            "unset: a launcher chooses the GPUs of each node",
+            f"unset {VISIBLE}; to use other GPUs, set it on each node and start"
+            " launchers/multi_node.sh there (NODE_RANK)",
+        )
     for path in env_files():
         for problem in read_env_file(path)[1] if context.launcher == "deepspeed" else ():
             yield fail(problem, "NAME=value on every line", "correct or delete that line")
@@ -177,6 +185,20 @@ def no_harmful_variables(context: Context) -> Results:
         f"none; {len(run_variables())} pass to the nodes"
         + (f", not {join_some(names, 8)}" if names else "")
     )
+
+
+def _drops_visible_gpus(context: Context) -> bool:
+    """Return whether CUDA_VISIBLE_DEVICES of this shell names other GPUs than ranks on the nodes
+    use. srun passes it, and shells that start torchrun have their own.
+    """
+    own_shells = context.launcher == "torchrun" and not context.options.propagates_all
+    if VISIBLE not in os.environ or context.local or context.launcher == "slurm" or own_shells:
+        return False
+    # Within an allocation, the batch system sets the variable to all GPUs of the job.
+    named = [name.strip() for name in os.environ[VISIBLE].split(",")]
+    most_slots = max((node.slots for node in context.nodes), default=0)
+    first_ones = [str(index) for index in range(most_slots)]
+    return named[:most_slots] != first_ones and context.has_gpus() is not False
 
 
 @check("LNCH003", 2, "node", "launcher reaches the node")

@@ -5,6 +5,7 @@ IPv4 on Linux: the default of gloo's and NCCL's sockets. An interface may have s
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import subprocess
 import time
@@ -20,6 +21,9 @@ LOOKUP_SECONDS = 1.0
 # Of a name without an IPv4 address, in DNS and in /etc/hosts.
 _NO_IPV4 = (socket.EAI_NODATA, socket.EAI_ADDRFAMILY)
 VIRTUAL = ("docker", "veth", "br-", "virbr", "cni", "flannel", "cali", "tunl", "kube")
+# Without NCCL_SOCKET_IFNAME, NCCL (ncclFindInterfaces) takes the first interface whose name begins
+# with the one, else the first whose name begins with none of the others.
+_NCCL_FIRST, _NCCL_LAST = "ib", ("docker", "lo", "virbr")
 
 
 def network(args: dict) -> dict:
@@ -50,8 +54,8 @@ def network(args: dict) -> dict:
 
 
 def interfaces() -> list[dict]:
-    """Return every interface in the kernel's order, with its IPv4 addresses (gloo publishes the
-    first); `up` means switched on and with a carrier.
+    """Return every interface in the kernel's order, with its IPv4 addresses (gloo and NCCL publish
+    the first) and their networks; `up` means switched on and with a carrier.
     """
     import psutil
 
@@ -59,13 +63,18 @@ def interfaces() -> list[dict]:
     entries = []
     for _, name in sorted(socket.if_nameindex()):
         flags = states[name].flags.split(",") if name in states else []
+        known = addresses.get(name, ())
         ipv4 = [
-            entry.address for entry in addresses.get(name, ()) if entry.family == socket.AF_INET
+            ipaddress.ip_interface(f"{entry.address}/{entry.netmask or 32}")
+            for entry in known
+            if entry.family == socket.AF_INET
         ]
         entries.append(
             {
                 "name": name,
-                "addresses": ipv4,
+                "addresses": [str(interface.ip) for interface in ipv4],
+                "networks": [str(interface.network) for interface in ipv4],
+                "ipv6": any(entry.family == socket.AF_INET6 for entry in known),
                 "switched_on": "up" in flags,
                 "up": "up" in flags and "running" in flags,
                 "loopback": "loopback" in flags,
@@ -171,13 +180,16 @@ def interface_is_usable(context: Context) -> Results:
 
     It is not loopback (unless the run has one machine) or a container bridge. An interface that
     does not lead to the master is a warning: it is right where a cluster has a network of its own
-    for data. The variables are those of a rank on the node. A run of one machine needs its
-    loopback interface.
+    for data. So is the one that NCCL takes by itself, where NCCL_SOCKET_IFNAME is not set, unless
+    the nodes share a subnet there. The variables are those of a rank on the node. A run of one
+    machine needs its loopback interface.
     """
-    for name, facts in context.probe_values("network").items():
-        on_node = context.environment_on(name)
-        if on_node is None:
-            on_node = context.value(name, "environment") or {}
+    all_facts = context.probe_values("network")
+    choices = {name: nccl_interface(facts) for name, facts in all_facts.items()}
+    share_network = _share_network(list(choices.values()))
+    uses_nccl = len(context.nodes) > 1 and context.has_gpus()
+    for name, facts in all_facts.items():
+        on_node = _rank_environment(context, name)
         keys = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         variables = {key: on_node[key] for key in keys if on_node.get(key)}
         usual = default_interface(facts)
@@ -187,18 +199,81 @@ def interface_is_usable(context: Context) -> Results:
             fix = "ip link set lo up (in a sandbox: let it set up the loopback interface)"
             expected = "an interface with 127.0.0.1, where ranks meet"
             yield fail("the loopback interface is down", expected, fix, name)
-        elif variables:
-            for key, value in variables.items():
-                yield _judge_interface(key, value, name, facts, context.local)
-        elif usual is None and not context.local:
+            continue
+        if usual is None and not variables and not context.local:
             yield fail(
                 "no interface is up with an IPv4 address, except loopback and container bridges",
                 "one that leads to the other nodes",
                 "repair the node's network",
                 name,
             )
-        else:
+            continue
+        for key, value in variables.items():
+            yield _judge_interface(key, value, name, facts, context.local)
+        chosen = choices[name]
+        nccl_chooses = (
+            uses_nccl
+            and "NCCL_SOCKET_IFNAME" not in variables
+            and on_node.get("NCCL_SOCKET_FAMILY") != "AF_INET6"
+        )
+        if nccl_chooses and usual and chosen and chosen["name"] != usual:
+            yield _judge_choice_of_nccl(chosen, usual, share_network, name)
+        elif not variables:
             yield ok(f"unset; {usual or 'lo'} leads to the master", name)
+
+
+def _rank_environment(context: Context, name: str) -> dict[str, str]:
+    """Return the environment of a rank on a node; where it is unknown, that of the login."""
+    on_node = context.environment_on(name)
+    return (context.value(name, "environment") or {}) if on_node is None else on_node
+
+
+def nccl_interface(facts: dict) -> dict | None:
+    """Return the interface over which NCCL's bootstrap connects the ranks of a node without
+    NCCL_SOCKET_IFNAME; None if it would fall back to a container bridge or loopback.
+    """
+    running = [e for e in facts["interfaces"] if e["up"] and (e["addresses"] or e["ipv6"])]
+    # The kernel lists all IPv4 addresses before those of IPv6.
+    running.sort(key=lambda entry: not entry["addresses"])
+    first = [entry for entry in running if entry["name"].startswith(_NCCL_FIRST)]
+    others = [entry for entry in running if not entry["name"].startswith(_NCCL_LAST)]
+    return next(iter(first + others), None)
+
+
+def _share_network(interfaces: list[dict | None]) -> bool:
+    """Return whether one interface of each node lies in the same IPv4 subnet as the others.
+
+    Bridges of containers have the same address on every node, and link-local ones lead to a
+    controller of the node itself. Without IPv4 on any of them (IP over InfiniBand), nothing
+    contradicts it.
+    """
+    entries = [entry for entry in interfaces if entry is not None]
+    addresses = {entry["addresses"][0] for entry in entries if entry["addresses"]}
+    networks = {entry["networks"][0] if entry["addresses"] else "" for entry in entries}
+    if len(entries) < len(interfaces) or len(networks) != 1:
+        return False
+    network = networks.pop()
+    return not network or (
+        len(addresses) == len(entries) and not ipaddress.ip_network(network).is_link_local
+    )
+
+
+def _judge_choice_of_nccl(entry: dict, usual: str, share_network: bool, node: str) -> Result:
+    """Return the result of NET001 for an interface that NCCL takes by itself and that is not the
+    one that leads to the master.
+    """
+    where = f"{entry['name']} ({', '.join(entry['networks'][:1]) or 'IPv6 alone'})"
+    measured = f"NCCL_SOCKET_IFNAME is unset: NCCL takes {where}"
+    if share_network:
+        return ok(f"{measured}, as all nodes do; {usual} leads to the master", node)
+    return warn(
+        f"{measured}; the route to the master is {usual}, and the interfaces that NCCL takes on"
+        " the nodes are not in one subnet",
+        "an interface that leads to the other nodes",
+        f"export NCCL_SOCKET_IFNAME='={usual}', unless all nodes connect over {entry['name']}"
+        " (--level 3 tries it)",
+        node,
+    )
 
 
 def _judge_interface(key: str, value: str, node: str, facts: dict, is_local: bool) -> Result:
@@ -261,37 +336,46 @@ def _interface_problem(key: str, value: str, facts: dict, is_local: bool) -> str
 def own_name_is_not_loopback(context: Context) -> Results:
     """The node's own name has an address that the others can reach: gloo publishes exactly that
     address.
+
+    GLOO_SOCKET_IFNAME names an interface instead. On GPUs only engine.kind=fsdp uses gloo, for its
+    checkpoints; whether a script of your own does is unknown, and a warning.
     """
+    has_gpus = context.has_gpus()
     for name, facts in context.probe_values("network").items():
         addresses, host = facts["hostname_addresses"], facts["hostname"]
         if context.local:
             yield skip("this machine alone: loopback is sufficient", name)
             continue
-        if (context.environment_on(name) or {}).get("GLOO_SOCKET_IFNAME"):
+        if _rank_environment(context, name).get("GLOO_SOCKET_IFNAME"):
             yield skip("GLOO_SOCKET_IFNAME is set (NET001)", name)
             continue
         usual = default_interface(facts)
         own = {e["name"]: e["addresses"] for e in facts["interfaces"]}
         better = next(iter(own.get(usual, ())), None)
-        fix = f"on {name}, give {host} its address in /etc/hosts: '{better or 'ADDRESS'} {host}'"
         if not addresses:
-            yield fail(
-                f"{host} does not resolve on itself ({facts['hostname_error']})",
-                "an address",
-                fix,
-                name,
-            )
+            measured = f"{host} does not resolve on itself ({facts['hostname_error']})"
+            expected = "an address"
         elif any(address.startswith("127.") for address in addresses):
-            measured = (
-                f"{host} is {', '.join(addresses)} on itself, so its ranks would publish a"
-                " loopback address"
-            )
-            yield fail(measured, f"{better or 'an address that the others can reach'}", fix, name)
+            measured = f"{host} is {', '.join(addresses)} on itself"
+            expected = better or "an address that the others can reach"
         elif not set(addresses) & set().union(*own.values()):
             measured = f"{host} is {', '.join(addresses)}, an address of no interface on the node"
-            yield fail(measured, f"{better or 'an own address'}", fix, name)
+            expected = better or "an own address"
         else:
             yield ok(f"{host} is {', '.join(addresses)}", name)
+            continue
+        if not has_gpus or (context.config and context.config.engine.kind == "fsdp"):
+            report = fail
+        elif context.config is not None:
+            yield ok(f"{measured}; this run uses NCCL alone, which needs no name", name)
+            continue
+        else:
+            report = warn
+        fix = (
+            f"export GLOO_SOCKET_IFNAME={usual or 'INTERFACE'}, or on {name}, give {host} its"
+            f" address in /etc/hosts: '{better or 'ADDRESS'} {host}'"
+        )
+        yield report(f"{measured}: gloo would publish a loopback address", expected, fix, name)
 
 
 @check("NET003", 2, "node", "names agree")

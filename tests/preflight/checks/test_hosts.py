@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mmldlm.cluster.agent import classify
 from mmldlm.cluster.hostfile import Node
 from mmldlm.preflight.check import ERROR, FAIL, PASS, WARN
 from mmldlm.preflight.report import exit_code
@@ -49,3 +50,12 @@ def test_a_launch_on_one_other_host_needs_no_option():
     assert run("HOST003", context)[""].status == WARN
     context.options.propagates_all = True
     assert run("HOST003", context)[""].status == PASS
+
+
+def test_a_python_that_lacks_a_library_is_no_missing_checkout():
+    context = make_context(("a", "b"))
+    line = "python: error while loading shared libraries: libpython3.11.so.1.0: cannot open"
+    context.failures["b"] = classify(127, line)
+    found = run("PY001", context)["b"]
+    assert found.status == FAIL and "libpython3.11" in found.measured
+    assert "LD_LIBRARY_PATH" in found.fix and "b" not in run("PY002", context)

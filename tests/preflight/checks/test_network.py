@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import socket
 import subprocess
 from types import SimpleNamespace
@@ -9,16 +10,22 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from mmldlm.preflight.check import FAIL, PASS, WARN
+from mmldlm.preflight.check import FAIL, PASS, SKIP, WARN
 from mmldlm.preflight.checks import network as probes
-from tests.support.preflight_context import make_context, run
+from mmldlm.tasks.registry import load_config
+from tests.support.preflight_context import gpu, gpus, make_context, run
+
+
+def interface(name: str, address: str, length: int = 24) -> dict:
+    parsed = ipaddress.ip_interface(f"{address}/{length}")
+    return {"name": name, "addresses": [address], "networks": [str(parsed.network)],
+            "ipv6": True, "up": True, "loopback": False,
+            "virtual": name.startswith(probes.VIRTUAL), "mtu": 1500}  # fmt: skip
 
 
 def network(**changes) -> dict:
-    eth = {"name": "eth0", "addresses": ["10.0.0.1"], "up": True, "loopback": False,
-           "virtual": False, "mtu": 1500}  # fmt: skip
-    lo = {"name": "lo", "addresses": ["127.0.0.1"], "up": True, "loopback": True,
-          "virtual": False, "mtu": 65536}  # fmt: skip
+    eth = interface("eth0", "10.0.0.1")
+    lo = {**interface("lo", "127.0.0.1", 8), "loopback": True, "mtu": 65536}
     sound = {
         "interfaces": [lo, eth],
         "hostname": "h",
@@ -204,6 +211,82 @@ def test_ranks_of_one_machine_may_meet_on_loopback(monkeypatch, value, status):
     assert run("NET001", context)["a"].status == status
 
 
+_NO_IPV4 = {"addresses": [], "networks": []}
+
+
+@pytest.mark.parametrize(
+    ("others", "warned"),
+    [
+        # What each node of three has before eth0, which leads to the master.
+        ([[]] * 3, ""),
+        ([[interface("docker0", "172.17.0.1", 16)]] * 3, ""),
+        ([[interface("br-1f", "172.18.0.1", 16)]] * 3, "abc"),  # Docker's, the same everywhere
+        ([[{**interface("br-1f", "172.18.0.1", 16), "up": False}]] * 3, ""),
+        ([[interface("cni0", f"10.244.{n}.1")] for n in range(3)], "abc"),
+        ([[interface("tailscale0", f"100.64.0.{n}", 32)] for n in range(3)], "abc"),
+        ([[interface("usb0", f"169.254.3.{n}", 16)] for n in range(3)], "abc"),  # of a BMC
+        # A network of its own for data, on all nodes or on some.
+        ([[interface("eth1", f"10.1.0.{n}")] for n in range(3)], ""),
+        ([[interface("ib0", f"10.1.0.{n}")] for n in range(3)], ""),
+        ([[interface("ib0", "10.1.0.1")], [interface("ib0", "10.1.0.2")], []], "ab"),
+        ([[{**interface("ib0", "10.1.0.1"), **_NO_IPV4}]] * 3, ""),
+    ],
+)
+def test_the_interface_that_nccl_takes_by_itself(others, warned, monkeypatch):
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("DS_ENV_FILE", raising=False)
+    lo = network()["interfaces"][0]
+    own = {
+        node: network(interfaces=[lo, *entries, interface("eth0", f"10.0.0.{n}")])
+        for n, (node, entries) in enumerate(zip("abc", others, strict=True), 1)
+    }
+    context = make_context(network=own, environment={}, gpus=gpus(gpu()))
+    found = run("NET001", context)
+    assert "".join(name for name, result in found.items() if result.status == WARN) == warned
+    assert {result.status for result in found.values()} <= {PASS, WARN}
+    if warned:
+        taken = others[0][0]
+        assert f"{taken['name']} ({taken['networks'][0]})" in found["a"].measured
+        assert "export NCCL_SOCKET_IFNAME='=eth0'" in found["a"].fix
+    on_cpus = make_context(network=own, environment={}, gpus={"gpus": []})
+    named = make_context(
+        network=own, environment={"NCCL_SOCKET_IFNAME": "=eth0"}, gpus=gpus(gpu())
+    )
+    for other in (on_cpus, named):
+        assert {result.status for result in run("NET001", other).values()} == {PASS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "gpu_count", "status"),
+    [
+        ("deepspeed", 0, FAIL),
+        ("fsdp", 1, FAIL),
+        ("deepspeed", 1, PASS),
+        ("ddp", 1, PASS),
+        (None, 1, WARN),  # a script
+    ],
+)
+def test_an_own_name_on_loopback_where_gloo_needs_it(kind, gpu_count, status, monkeypatch):
+    monkeypatch.delenv("DS_ENV_FILE", raising=False)
+    facts = network(hostname_addresses=["127.0.1.1"])
+    found_gpus = gpus(*[gpu()] * gpu_count)
+    context = make_context(network=facts, environment={}, gpus=found_gpus)
+    if kind is not None:
+        context.config = load_config("tiny", None, [f"engine.kind={kind}"])
+    found = run("NET002", context)["a"]
+    assert found.status == status and "127.0.1.1" in found.measured
+    if status != PASS:
+        assert "export GLOO_SOCKET_IFNAME=eth0" in found.fix and "'10.0.0.1 h'" in found.fix
+    # torchrun is started by shells of the nodes.
+    context = make_context(
+        launcher="torchrun",
+        network=facts,
+        environment={"GLOO_SOCKET_IFNAME": "eth0"},
+        gpus=found_gpus,
+    )
+    assert run("NET002", context)["a"].status == SKIP
+
+
 def test_a_name_that_only_sshs_configuration_knows(tmp_path, monkeypatch):
     real = subprocess.run
 
@@ -223,7 +306,7 @@ def test_a_name_that_only_sshs_configuration_knows(tmp_path, monkeypatch):
 
 def test_a_name_may_be_that_of_any_address_of_an_interface(monkeypatch):
     """Of a service address, for instance, beside the one of the data network."""
-    eth0 = SimpleNamespace(family=socket.AF_INET)
+    eth0 = SimpleNamespace(family=socket.AF_INET, netmask="255.255.255.0")
     entries = [SimpleNamespace(**vars(eth0), address=a) for a in ("10.0.0.9", "10.0.0.1")]
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: {"eth0": entries})
     monkeypatch.setattr(
@@ -232,6 +315,7 @@ def test_a_name_may_be_that_of_any_address_of_an_interface(monkeypatch):
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(2, "eth0")])
     (interface,) = probes.interfaces()
     assert interface["addresses"] == ["10.0.0.9", "10.0.0.1"]
+    assert interface["networks"] == ["10.0.0.0/24"] * 2
     lo = network()["interfaces"][0]
     context = make_context(network=network(interfaces=[lo, interface]))
     assert run("NET002", context)["a"].status == PASS
