@@ -52,12 +52,15 @@ def keep_freed_memory() -> None:
 
 
 def raise_open_files() -> int:
-    """Raise the soft limit of open files, usually 1,024, to the hard limit, and return it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # macOS has no hard limit, and refuses what its kernel cannot do.
-    with contextlib.suppress(OSError, ValueError):
+    """Raise the soft limit of open files, usually 1,024, to the hard limit, and return the one
+    that holds.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    except (OSError, ValueError):  # macOS has no hard limit, and refuses what its kernel cannot do
+        return soft
+    return hard
 
 
 def available_cpus() -> int:
