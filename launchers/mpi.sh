@@ -45,7 +45,7 @@ for name in LD_LIBRARY_PATH OMP_NUM_THREADS DS_ACCELERATOR MASTER_ADDR MASTER_PO
 done
 [ "$(id -u)" != 0 ] || carry+=(--allow-run-as-root)
 # By the path from which Open MPI derives where its daemon and libraries are on other nodes (mmldlm/cluster/launcher_commands.py).
-mpirun=$(realpath -s "$(command -v mpirun)")
+mpirun=$(command -v mpirun)
 case $mpirun in
 /usr/bin/* | /bin/*) mpirun=mpirun ;;
 *) [ -x "${mpirun%/*}/orted" ] || [ -x "${mpirun%/*}/prted" ] || mpirun=mpirun ;;

@@ -221,7 +221,8 @@ def main(argv: list[str] | None = None) -> int:
         check_working_folder()
         run = _add_arguments(parser, verb)
         args = parser.parse(arguments)
-        args.words = arguments  # `prepare` gives them to the ranks that it starts
+        if verb == "prepare":
+            args.words = arguments  # for the ranks that it starts
         if verb not in STARTS_RANKS:
             leave_platform(verb)
         if hasattr(args, "overrides") and getattr(args, "script", None) is None:

@@ -7,6 +7,7 @@ import faulthandler
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -15,9 +16,14 @@ from torch.distributed import Store
 
 from mmldlm.distributed.error_reporting import log_line
 from mmldlm.distributed.failure_attribution import FailureReport, report_failed_ranks
-from mmldlm.distributed.stack_dump import exit_with_stacks
+from mmldlm.distributed.stack_dump import (
+    describe_error,
+    exit_with_stacks,
+    is_collective_error,
+)
 from mmldlm.errors import UserError
-from mmldlm.utils.formatting import first_line, join_some
+from mmldlm.utils.environment import int_from_env
+from mmldlm.utils.formatting import join_some
 from mmldlm.utils.job_store import RanksNotConnected, connect_job_store
 from mmldlm.utils.network import free_port
 
@@ -62,8 +68,8 @@ def start_process_group(device: torch.device, timeout: float) -> None:
         # To the launch: a node whose launcher died before it had a rank is named by the others.
         report_failed_ranks(FailureReport(f"not all ranks came: {error.found}", error.missing))
         raise
-    check_same_backend(store, backend, rank, world_size)
     try:
+        check_same_backend(store, backend, rank, world_size)
         with end_if_not_connected(backend, rank, timeout + _AFTER_TIMEOUT):
             torch.distributed.init_process_group(
                 backend,
@@ -75,7 +81,10 @@ def start_process_group(device: torch.device, timeout: float) -> None:
                 device_id=device if backend == "nccl" else None,
             )
     except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
-        raise RanksNotConnected(first_line(error)) from error
+        fix = None
+        if not is_collective_error(error):
+            fix = "read the cause above; NCCL_DEBUG=INFO has more"
+        raise RanksNotConnected(describe_error(error), fix) from error
 
 
 def check_same_backend(store: Store, backend: str, rank: int, world_size: int) -> None:
@@ -91,13 +100,17 @@ def check_same_backend(store: Store, backend: str, rank: int, world_size: int) -
     keys = [f"backend/{other}" for other in range(world_size)]
     found = dict.fromkeys(value.decode() for value in store.multi_get(keys))
     if len({text.split()[0] for text in found}) > 1:
+        # Rank 0 may hold the store: it stays until the others have read it, or not for long.
+        num_read, deadline = store.add("backend/read", 1), time.monotonic() + 10
+        while rank == 0 and num_read < world_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+            num_read = store.add("backend/read", 0)
         without = [text for text in found if text.startswith("gloo")]
         raise UserError(
             "a GPU that torch can use for every rank, or for none",
             f"none (and so gloo) for ranks on {join_some(text.split()[-1] for text in without)},"
             " and GPUs (NCCL) for the others",
-            "find out with `mmldlm preflight --level 1` why torch cannot use the GPUs there; or"
-            " set CUDA_VISIBLE_DEVICES to an empty text on all nodes, to train on CPUs",
+            "find out with `mmldlm preflight --level 1` why torch cannot use the GPUs there",
         )
 
 
@@ -111,20 +124,22 @@ def end_if_not_connected(backend: str, rank: int, timeout: float) -> Iterator[No
 
     def end() -> None:
         sentence = f"{backend} did not connect the ranks in {timeout:.0f} s"
-        log_line(
-            f"ERROR: rank {rank} on {socket.gethostname()}: {sentence}; `mmldlm preflight --level"
-            " 3` tests the network between the nodes, NCCL_DEBUG=INFO shows NCCL's choice of"
-            " interface (NCCL_SOCKET_IFNAME)"
-        )
+        # One process of a node speaks for all of its ranks.
+        if int_from_env("LOCAL_RANK", 0) == 0:
+            log_line(
+                f"ERROR: rank {rank} on {socket.gethostname()}: {sentence}; `mmldlm preflight"
+                " --level 3` tests the network between the nodes, NCCL_DEBUG=INFO shows NCCL's"
+                " choice of interface (NCCL_SOCKET_IFNAME)"
+            )
         report_failed_ranks(FailureReport(sentence))
         exit_with_stacks(rank, None)
 
     timer = threading.Timer(timeout, end)
     timer.daemon = True
-    timer.start()
-    # The same, should the call hold the GIL.
-    faulthandler.dump_traceback_later(timeout + _AFTER_TIMEOUT, exit=True)
     try:
+        timer.start()
+        # The same, should the call hold the GIL.
+        faulthandler.dump_traceback_later(timeout + _AFTER_TIMEOUT, exit=True, file=2)
         yield
     finally:
         timer.cancel()

@@ -126,11 +126,12 @@ class MatrixExchange:
         self.rank, self.device, self.group = rank, device, group
         self._shards = shards
         shapes = {shard.name: shard.shape for held in shards for shard in held}
-        self.matrices = [
+        matrices = [
             matrix
             for name, shape in shapes.items()
             for matrix in stacked_matrices(name, shape, num_stacked[name])
         ]
+        self.matrices = self._in_turn(matrices)
         self.owners = assign_owners(self.matrices, len(shards))
         parts = self._find_parts()
         # With replicas, an owner that holds its whole matrix needs no other rank's copy of it.
@@ -168,6 +169,21 @@ class MatrixExchange:
         return 4 * sum(
             part.count for part, k in to_owners + from_owners if part.rank != self.owners[k]
         )
+
+    def _in_turn(self, matrices: list[Matrix]) -> list[Matrix]:
+        """Order matrices so that the ranks take turns, by the first one that holds a part of
+        each: ZeRO-1 and 2 keep consecutive matrices on one rank, of which an exchange takes few.
+        """
+        holder: dict[str, int] = {}
+        for rank, held in enumerate(self._shards):
+            for shard in held:
+                holder.setdefault(shard.name, rank)
+        num_before = Counter[int]()
+        places = []
+        for index, matrix in enumerate(matrices):
+            places.append((num_before[holder[matrix.name]], index))
+            num_before[holder[matrix.name]] += 1
+        return [matrices[index] for _, index in sorted(places)]
 
     def _find_parts(self) -> list[list[_Part]]:
         """Per matrix, the parts of it that ranks hold."""

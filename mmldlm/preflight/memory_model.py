@@ -122,7 +122,7 @@ def demand(
 ) -> Demand:
     """Return what an engine keeps of the parameters, and when.
 
-    Muon's exchanges (at most 512 MiB, after the activations are freed) are not in it.
+    Muon's exchanges (at most 768 MiB, after the activations are freed) are not in it.
 
     Args:
         plan: Plan among PLANS.

@@ -53,9 +53,11 @@ def _index_of(pynvml: ModuleType, name: str, count: int) -> int | None:
 
 
 def count_visible_gpus() -> int:
-    """Return the number of visible GPUs; 0 without a working driver."""
-    import pynvml
-
+    """Return the number of visible GPUs; 0 without a working driver, or nvidia-ml-py."""
+    try:
+        import pynvml
+    except ImportError:
+        return 0
     try:
         pynvml.nvmlInit()
         return len(visible_gpus(pynvml))

@@ -41,3 +41,18 @@ def test_an_exchange_has_as_many_matrices_as_a_rank_takes(monkeypatch, world_siz
     assert sum(exchange._buckets, []) == list(range(32))
     expected = 2 * world_size if is_sharded else 2
     assert {len(bucket) for bucket in exchange._buckets} == {expected}
+
+
+def test_ranks_that_hold_whole_matrices_take_turns(monkeypatch):
+    """As under ZeRO-1 and 2, whose partitions are consecutive."""
+    monkeypatch.setattr(muon_exchange, "BUCKET_ELEMENTS", 2 * 16 * 16)
+    names = [f"matrix{index:02}" for index in range(32)]
+    shards = [
+        [ShardRange(name, (16, 16), 0, 256) for name in names[8 * rank : 8 * rank + 8]]
+        for rank in range(4)
+    ]
+    exchange = MatrixExchange(shards, dict.fromkeys(names, 1), 0, torch.device("cpu"))
+    assert {len(bucket) for bucket in exchange._buckets} == {8}
+    for bucket in exchange._buckets:
+        owners = [exchange.owners[k] for k in bucket]
+        assert sorted(owners) == [0, 0, 1, 1, 2, 2, 3, 3]

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from mmldlm.cluster.agent import LOGIN_LIBRARIES
 from mmldlm.engines.deepspeed_config import check_fp16
 from mmldlm.errors import UserError
 from mmldlm.preflight import cuda_driver
@@ -100,8 +101,10 @@ def _rank_environment(args: dict) -> dict[str, str]:
     if args.get("local"):
         return dict(os.environ)
     environment = {name: value for name, value in os.environ.items() if name != VISIBLE}
-    if args.get("library_path"):
-        environment["LD_LIBRARY_PATH"] = args["library_path"]
+    # That of this process is the head's (cluster/agent.py).
+    library_path = args.get("library_path") or os.environ.get(LOGIN_LIBRARIES)
+    if library_path is not None:
+        environment["LD_LIBRARY_PATH"] = library_path
     return environment
 
 
