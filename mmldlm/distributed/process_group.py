@@ -80,10 +80,12 @@ def start_process_group(device: torch.device, timeout: float) -> None:
                 # Without it, NCCL guesses the GPU of a barrier from the global rank, and warns.
                 device_id=device if backend == "nccl" else None,
             )
+    except UserError:  # a ValueError, too
+        raise
     except (RuntimeError, OSError, ValueError) as error:  # DistError is a RuntimeError
         fix = None
         if not is_collective_error(error):
-            fix = "read the cause above; NCCL_DEBUG=INFO has more"
+            fix = "mend what this rank found; with NCCL_DEBUG=INFO, NCCL says more"
         raise RanksNotConnected(describe_error(error), fix) from error
 
 

@@ -62,7 +62,7 @@ class FsdpEngine(TorchEngine):
             policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         # The model returns slices of larger tensors, which are not changed in place.
         warnings.filterwarnings("ignore", message=".*returned a view tensor", category=UserWarning)
-        # From the host, unit by unit: no GPU ever holds the whole model.
+        # fully_shard moves each unit from the host: no GPU ever holds the whole model.
         for unit in plan.sharding_units:
             fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
